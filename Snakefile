@@ -1,0 +1,57 @@
+"""Front door: the configuration is checked, the study planned, the rules included, the targets named."""
+
+import sys
+
+from snakemake.utils import min_version
+
+from grafting.errors import UserError
+from grafting.plan.front import load_study
+
+min_version("9.18")
+
+try:
+    # `config` holds --configfile and --config; both are overlays on config.yaml
+    STUDY = load_study(config)
+except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+include: "rules/common.smk"
+include: "rules/data.smk"
+include: "rules/models.smk"
+include: "rules/rollout.smk"
+include: "rules/train.smk"
+include: "rules/sensitivity.smk"
+include: "rules/merge.smk"
+include: "rules/evaluate.smk"
+include: "rules/report.smk"
+include: "rules/version.smk"
+
+
+localrules:
+    all,
+    checkpoints,
+    evaluations,
+
+
+rule all:
+    default_target: True
+    input:
+        sentinel(STUDY.report),
+    message:
+        "The study is complete: see results/summary.md"
+
+
+rule checkpoints:
+    input:
+        sentinels("models", "train", "merge"),
+    message:
+        "All checkpoints are made"
+
+
+rule evaluations:
+    input:
+        sentinels("evaluate"),
+    message:
+        "All evaluations are done"

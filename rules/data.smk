@@ -1,0 +1,25 @@
+"""Tasks and suites: examples, splits, demonstrations."""
+
+
+rule data:
+    input:
+        ancient(needed_by("data")),
+    output:
+        "provenance/data/{job}.json",
+    params:
+        plan=PLAN,
+        spec=spec_of("data"),
+    log:
+        "work/logs/data/{job}.log",
+    benchmark:
+        "work/benchmarks/data/{job}.tsv"
+    threads: threads_of("data")
+    resources:
+        mem_mb=lambda wildcards, attempt: 1000 * attempt,
+        runtime=lambda wildcards, attempt: 30 * attempt,
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "data {wildcards.job}"
+    shell:
+        "python -m grafting.tasks --plan {params.plan:q} --job data/{wildcards.job:q} --log {log:q}"

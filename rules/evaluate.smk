@@ -1,0 +1,49 @@
+"""Evaluation of sweeps on validation data, selection, and the test of what was selected."""
+
+
+rule evaluate:
+    input:
+        ancient(needed_by("evaluate")),
+    output:
+        "provenance/evaluate/{job}.json",
+    params:
+        plan=PLAN,
+        spec=spec_of("evaluate"),
+    log:
+        "work/logs/evaluate/{job}.log",
+    benchmark:
+        "work/benchmarks/evaluate/{job}.tsv"
+    threads: threads_of("evaluate")
+    resources:
+        mem_mb=lambda wildcards, attempt: 2000 * attempt,
+        runtime=lambda wildcards, attempt: 120 * attempt,
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "evaluate {wildcards.job}"
+    shell:
+        "python -m grafting.evaluation --plan {params.plan:q} --job evaluate/{wildcards.job:q} --log {log:q}"
+
+
+rule select:
+    input:
+        ancient(needed_by("select")),
+    output:
+        "provenance/select/{job}.json",
+    params:
+        plan=PLAN,
+        spec=spec_of("select"),
+    log:
+        "work/logs/select/{job}.log",
+    benchmark:
+        "work/benchmarks/select/{job}.tsv"
+    threads: threads_of("select")
+    resources:
+        mem_mb=lambda wildcards, attempt: 500 * attempt,
+        runtime=lambda wildcards, attempt: 10 * attempt,
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "select {wildcards.job}"
+    shell:
+        "python -m grafting.evaluation.select --plan {params.plan:q} --job select/{wildcards.job:q} --log {log:q}"

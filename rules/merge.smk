@@ -1,0 +1,25 @@
+"""Grafts and other merges, written out as model directories."""
+
+
+rule merge:
+    input:
+        ancient(needed_by("merge")),
+    output:
+        "provenance/merge/{job}.json",
+    params:
+        plan=PLAN,
+        spec=spec_of("merge"),
+    log:
+        "work/logs/merge/{job}.log",
+    benchmark:
+        "work/benchmarks/merge/{job}.tsv"
+    threads: threads_of("merge")
+    resources:
+        mem_mb=lambda wildcards, attempt: 2000 * attempt,
+        runtime=lambda wildcards, attempt: 60 * attempt,
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "merge {wildcards.job}"
+    shell:
+        "python -m grafting.merging --plan {params.plan:q} --job merge/{wildcards.job:q} --log {log:q}"

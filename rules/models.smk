@@ -1,0 +1,30 @@
+"""The lineage: pretraining checkpoints, base and deployed model; made here, or fetched."""
+
+
+rule models:
+    input:
+        ancient(needed_by("models")),
+    output:
+        "provenance/models/{job}.json",
+    params:
+        plan=PLAN,
+        module=(
+            "grafting.training.lineage"
+            if STUDY.config.lineage.kind == "scratch"
+            else "grafting.models"
+        ),
+        spec=spec_of("models"),
+    log:
+        "work/logs/models/{job}.log",
+    benchmark:
+        "work/benchmarks/models/{job}.tsv"
+    threads: threads_of("models")
+    resources:
+        mem_mb=lambda wildcards, attempt: 2000 * attempt,
+        runtime=lambda wildcards, attempt: 480 * attempt,
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "models {wildcards.job}"
+    shell:
+        "python -m {params.module} --plan {params.plan:q} --job models/{wildcards.job:q} --log {log:q}"

@@ -1,0 +1,23 @@
+"""The report: tables, figure, verdict, exported to fixed places under results/."""
+
+
+rule report:
+    input:
+        ancient(needed_by("report")),
+    output:
+        "results/report-{job}.json",
+    params:
+        plan=PLAN,
+    log:
+        "work/logs/report/{job}.log",
+    benchmark:
+        "work/benchmarks/report/{job}.tsv"
+    resources:
+        mem_mb=lambda wildcards, attempt: 2000 * attempt,
+        runtime=lambda wildcards, attempt: 30 * attempt,
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "report {wildcards.job}"
+    shell:
+        "python -m grafting.analysis --plan {params.plan:q} --job report/{wildcards.job:q} --log {log:q}"

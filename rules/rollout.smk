@@ -1,0 +1,25 @@
+"""Rollouts of a checkpoint on a task's prompts, with and without the demonstration."""
+
+
+rule rollout:
+    input:
+        ancient(needed_by("rollout")),
+    output:
+        "provenance/rollout/{job}.json",
+    params:
+        plan=PLAN,
+        spec=spec_of("rollout"),
+    log:
+        "work/logs/rollout/{job}.log",
+    benchmark:
+        "work/benchmarks/rollout/{job}.tsv"
+    threads: threads_of("rollout")
+    resources:
+        mem_mb=lambda wildcards, attempt: 2000 * attempt,
+        runtime=lambda wildcards, attempt: 60 * attempt,
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "rollout {wildcards.job}"
+    shell:
+        "python -m grafting.rollouts --plan {params.plan:q} --job rollout/{wildcards.job:q} --log {log:q}"

@@ -1,0 +1,25 @@
+"""Learners: from a checkpoint and demonstrations to a checkpoint."""
+
+
+rule train:
+    input:
+        ancient(needed_by("train")),
+    output:
+        "provenance/train/{job}.json",
+    params:
+        plan=PLAN,
+        spec=spec_of("train"),
+    log:
+        "work/logs/train/{job}.log",
+    benchmark:
+        "work/benchmarks/train/{job}.tsv"
+    threads: threads_of("train")
+    resources:
+        mem_mb=lambda wildcards, attempt: 2000 * attempt,
+        runtime=lambda wildcards, attempt: 240 * attempt,
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "train {wildcards.job}"
+    shell:
+        "python -m grafting.training --plan {params.plan:q} --job train/{wildcards.job:q} --log {log:q}"

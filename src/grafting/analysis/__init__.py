@@ -1,0 +1,1 @@
+"""Analysis: collect -> tidy table -> statistics -> claims -> figures -> report. Never imports torch."""

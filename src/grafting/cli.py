@@ -1,0 +1,116 @@
+"""`grafting <verb>`: the same functions that the workflow uses, for a person."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import yaml
+
+from grafting.errors import UserError
+
+
+def _overlays(options: argparse.Namespace) -> list[dict]:
+    from grafting.config.load import read_yaml
+
+    return [read_yaml(path) for path in options.configfile]
+
+
+def show(options: argparse.Namespace) -> int:
+    """Print the table of the exported results, the comparison with what the maintainers obtained, and where all lies."""
+    from grafting.analysis.published import compare
+    from grafting.plan.code import PROJECT
+
+    results = options.results
+    summary = results / "summary.md"
+    if not summary.is_file():
+        raise UserError(f"{summary}: no results yet; run `make reproduce` or snakemake")
+    print(summary.read_text(encoding="utf-8"))
+    preset = yaml.safe_load((results / "config.resolved.yaml").read_text(encoding="utf-8"))["preset"]
+    print(compare(results, PROJECT / "published" / preset).render())
+    print(f"\nResults: {results}/  (summary.md, evaluations.csv, claims.json, figures/frontier.svg)")
+    print("Checkpoints and predictions: store/   What made them: provenance/   Logs: work/logs/")
+    return 0
+
+
+def config(options: argparse.Namespace) -> int:
+    """Print the resolved configuration."""
+    from grafting.plan.front import load_config
+
+    resolved = load_config(*_overlays(options))
+    print(yaml.safe_dump(resolved.model_dump(mode="json"), sort_keys=False), end="")
+    return 0
+
+
+def plan(options: argparse.Namespace) -> int:
+    """List the jobs of the study: how many per stage, how many are done."""
+    from grafting.plan.front import load_study
+    from grafting.plan.jobs import STAGES
+    from grafting.provenance.store import Store
+
+    study, store = load_study(*_overlays(options)), Store()
+    for stage in STAGES:
+        jobs = [job for job in study.jobs.values() if job.stage == stage]
+        done = sum(store.sentinel(job.id).exists() for job in jobs)
+        if jobs:
+            print(f"{stage:12s} {len(jobs):5d} jobs, {done} done")
+        if options.jobs:
+            for job in jobs:
+                print(f"  {'done' if store.sentinel(job.id).exists() else 'open'}  {job.id}")
+    return 0
+
+
+def publish(options: argparse.Namespace) -> int:
+    """Copy the exported results to published/<preset>/ (for maintainers)."""
+    from grafting.analysis.published import write_published
+    from grafting.plan.code import PROJECT
+
+    preset = yaml.safe_load((options.results / "config.resolved.yaml").read_text(encoding="utf-8"))["preset"]
+    target = PROJECT / "published" / preset
+    write_published(options.results, target)
+    print(f"written: published/{preset}/")
+    return 0
+
+
+def sources(options: argparse.Namespace) -> int:
+    """Write the size and hash of outside files as YAML for `sources.lock.yaml`."""
+    from grafting.provenance.files import file_digest
+
+    entries = {}
+    for folder in options.folders:
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+        if not files:
+            raise UserError(f"{folder}: holds no files")
+        entries[folder.name] = [{"name": p.name, "sha256": file_digest(p), "bytes": p.stat().st_size} for p in files]
+    print(yaml.safe_dump(entries, sort_keys=False), end="")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; exit status 2 for what the user can mend."""
+    parser = argparse.ArgumentParser(prog="grafting", description="Grafting against on-policy self-distillation.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+
+    def verb(function, **extra) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(function.__name__, help=function.__doc__, description=function.__doc__, **extra)
+        sub.set_defaults(function=function)
+        return sub
+
+    for function in (show, publish):
+        verb(function).add_argument("--results", type=Path, default=Path("results"))
+    for function in (config, plan):
+        sub = verb(function)
+        sub.add_argument("--configfile", type=Path, nargs="*", default=[], help="overlays on config.yaml")
+    sub.add_argument("--jobs", action="store_true", help="list every job")
+    verb(sources).add_argument("folders", type=Path, nargs="+")
+    options = parser.parse_args(arguments)
+    try:
+        return options.function(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

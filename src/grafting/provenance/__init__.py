@@ -1,0 +1,1 @@
+"""Sentinels, payloads, publishing: what was made, from what, and where it lies."""

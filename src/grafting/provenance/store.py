@@ -1,0 +1,122 @@
+"""Where artefacts lie: sentinel `provenance/<id>.json` (in git), payload `store/<id>/` (in DVC)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from grafting.errors import UserError
+from grafting.provenance.files import file_digest, write_json
+
+
+class Store:
+    """The artefacts of one study folder.
+
+    An artefact is named by its id `<stage>/<name>-<key>`; a reference adds an optional subfolder
+    of its payload: `<id>:<subfolder>`.
+    """
+
+    def __init__(self, root: Path | str = ".") -> None:
+        self.root = Path(root)
+
+    def sentinel(self, job_id: str) -> Path:
+        """Path of the sentinel; it exists exactly if the artefact is complete.
+
+        A report has no payload in the store: it is exported to `results/`, and so is its sentinel, which
+        therefore says which report is exported there.
+        """
+        if job_id.startswith("report/"):
+            return self.root / "results" / f"{job_id.replace('/', '-')}.json"
+        return self.root / "provenance" / f"{job_id}.json"
+
+    def work(self, job_id: str) -> Path:
+        """Folder of a job's resume state."""
+        return self.root / "work" / job_id
+
+    def read(self, job_id: str) -> dict:
+        """Content of the sentinel; UserError if it is absent or no JSON."""
+        path = self.sentinel(job_id)
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such artefact; run snakemake to make it") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: not valid JSON ({error}); delete it and run snakemake again") from None
+
+    def target(self, job_id: str) -> str:
+        """The id under which the payload really lies: a selected artefact is a link to the chosen one."""
+        seen = []
+        while (link := self.read(job_id).get("link")) is not None:
+            seen.append(job_id)
+            if link in seen:
+                raise UserError(f"{self.sentinel(job_id)}: links in a circle; delete {', '.join(seen)}")
+            job_id = link
+        return job_id
+
+    def payload(self, reference: str) -> Path:
+        """Folder of a payload (or of its subfolder); UserError naming it if it is not there."""
+        job_id, _, subfolder = reference.partition(":")
+        target = self.target(job_id)
+        path = self.root / "store" / target / subfolder
+        if not path.exists():
+            raise UserError(
+                f"{path}: the payload of {target} is absent although its sentinel exists; "
+                f"bring it back with `dvc checkout` or `dvc pull`, or delete {self.sentinel(target)} to recompute it"
+            )
+        return path
+
+    def with_key(self, stage: str, key: str) -> str | None:
+        """Id of a complete artefact of this stage with this key, whatever its readable name."""
+        found = sorted((self.root / "provenance" / stage).glob(f"*-{key}.json"))
+        return f"{stage}/{found[0].stem}" if found else None
+
+    def with_name(self, stage: str, name: str) -> list[str]:
+        """Ids of complete artefacts of this stage with this readable name, whatever their key."""
+        paths = sorted((self.root / "provenance" / stage).glob(f"{name}-*.json"))
+        return [f"{stage}/{path.stem}" for path in paths if path.stem.rpartition("-")[0] == name]
+
+    def aside(self, job_id: str) -> Path:
+        """A fresh folder on the store's own file system, to be published later by `publish`."""
+        path = self.root / "store" / ".aside" / f"{job_id.replace('/', '~')}.{os.getpid()}"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def publish(self, job_id: str, aside: Path) -> dict[str, dict]:
+        """Move a finished payload to its place by one rename; returns size and hash of each file.
+
+        If another process published the same job first, its payload stays and ours is dropped:
+        equal ids have equal content.
+        """
+        files = {
+            path.relative_to(aside).as_posix(): {"sha256": file_digest(path), "bytes": path.stat().st_size}
+            for path in sorted(aside.rglob("*"))
+            if path.is_file()
+        }
+        if not files:
+            return files
+        place = self.root / "store" / job_id
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.exists() and not self.sentinel(job_id).exists():
+            # a payload without its sentinel is the remains of an interrupted publication
+            remains = self.aside(job_id + ".remains")
+            os.replace(place, remains)
+            shutil.rmtree(remains, ignore_errors=True)
+        try:
+            os.rename(aside, place)
+        except OSError:
+            if not place.exists():
+                raise
+            shutil.rmtree(aside, ignore_errors=True)
+        return files
+
+    def write(self, job_id: str, sidecar: dict) -> None:
+        """Write the sentinel, last of all and atomically."""
+        path = self.sentinel(job_id)
+        write_json(path, sidecar)
+        if job_id.startswith("report/"):
+            for other in path.parent.glob("report-*.json"):
+                if other != path:
+                    other.unlink(missing_ok=True)

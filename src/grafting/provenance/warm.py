@@ -1,0 +1,144 @@
+"""A warm process that has imported torch and transformers and forks one child per job.
+
+Importing them costs three to four CPU seconds, more than many a small job. The Snakefile starts one warm
+process for local runs and stops it at the end; `delegate` hands it a job over a Unix socket whose path
+stands in GRAFTING_WARM. Without it (cluster nodes, single commands) a job imports for itself: the result
+is the same. The warm process never starts threads or touches a GPU before it forks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+VARIABLE = "GRAFTING_WARM"
+PRELOADED = ("torch", "numpy", "accelerate", "transformers.models.llama.modeling_llama",
+             "transformers.tokenization_utils_tokenizers", "safetensors.torch")
+
+
+def delegate(target: str, arguments: list[str]) -> int | None:
+    """Let the warm process run a job; None if there is none (the caller then runs it itself)."""
+    address = os.environ.get(VARIABLE)
+    if not address:
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(address)
+        request = json.dumps({"target": target, "arguments": arguments, "cwd": os.getcwd()}).encode()
+        socket.send_fds(connection, [len(request).to_bytes(4, "big") + request], [0, 1, 2])
+        stream = connection.makefile("r")
+        pid = int(stream.readline())
+    except (OSError, ValueError):
+        connection.close()
+        return None
+
+    def forward(number: int, _frame) -> None:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
+    status = stream.readline()
+    # no answer: the child was killed
+    return int(status) if status.strip() else 137
+
+
+def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
+    data, descriptors, _, _ = socket.recv_fds(connection, 65536, 3)
+    length = int.from_bytes(data[:4], "big")
+    data = data[4:]
+    while len(data) < length:
+        data += connection.recv(length - len(data))
+    return json.loads(data), descriptors
+
+
+def _leave_with(connection: socket.socket) -> None:
+    """End this child when the one who asked for it is gone: nobody waits for its work."""
+    if not connection.recv(1):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _child(connection: socket.socket) -> int:
+    request, descriptors = _receive(connection)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    for descriptor, place in zip(descriptors, (0, 1, 2), strict=True):
+        os.dup2(descriptor, place)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    connection.sendall(f"{os.getpid()}\n".encode())
+    threading.Thread(target=_leave_with, args=(connection,), daemon=True).start()
+    from grafting.provenance.runner import run
+
+    return run(request["target"], request["arguments"])
+
+
+def serve(address: str, parent: int) -> None:
+    """Serve until `parent` is no longer our parent."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(address)
+    listener.listen(64)
+    listener.settimeout(1.0)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    while os.getppid() == parent:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        connection.settimeout(None)
+        if os.fork() == 0:
+            listener.close()
+            status = 1
+            try:
+                status = _child(connection)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                connection.sendall(f"{status}\n".encode())
+            finally:
+                os._exit(status)
+        connection.close()
+
+
+def start() -> tuple[int, str]:
+    """Start a warm process as our child and point GRAFTING_WARM to it; returns its pid and socket."""
+    import subprocess
+    import tempfile
+
+    folder = tempfile.mkdtemp(prefix="grafting-warm-")
+    address = os.path.join(folder, "socket")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "grafting.provenance.warm", address, str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+    )
+    while not os.path.exists(address) and process.poll() is None:
+        time.sleep(0.02)
+    os.environ[VARIABLE] = address
+    return process.pid, address
+
+
+def stop(pid: int, address: str) -> None:
+    """End the warm process and remove its socket."""
+    import shutil
+
+    os.environ.pop(VARIABLE, None)
+    try:
+        os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
+    shutil.rmtree(os.path.dirname(address), ignore_errors=True)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,118 @@
+"""Batched generation with a key-value cache on live weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from grafting.errors import UserError
+from grafting.rollouts.sampling import choose, uniforms
+
+# Finished rows are removed from the batch once they are this share of it: each removal copies the cache.
+DROP_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A sampled response: token ids, with the stop token if one was reached, and why it ended."""
+
+    tokens: list[int]
+    finish: str  # "stop" | "length"
+
+
+def check_room(model, prompt_length: int, response_length: int, what: str) -> None:
+    """UserError if prompt and response do not fit the model's context; `what` names the example."""
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and prompt_length + response_length > context:
+        raise UserError(
+            f"{what}: prompt of {prompt_length} tokens and room for {response_length} response tokens "
+            f"exceed the model's context of {context}; lower max_new_tokens, or leave the example out of "
+            f"the data (nothing is cut silently)"
+        )
+
+
+@torch.no_grad()
+def generate(
+    model,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: set[int],
+    pad_id: int,
+    temperature: float = 0.0,
+    seeds: list[int] | None = None,
+    batch_size: int,
+    counter=None,
+) -> list[Rollout]:
+    """One response per prompt, in the order of the prompts.
+
+    Greedy at temperature 0, else sampled with one seed per prompt (see `sampling`). Prompts are batched by
+    length and padded on the left; padding does not change logits beyond rounding. `counter.add(
+    tokens_generated=, tokens_forwarded=)` receives what was computed, padding and finished rows not counted.
+    UserError: empty prompt, prompt and response longer than the context.
+    """
+    if temperature != 0 and (seeds is None or len(seeds) != len(prompts)):
+        raise ValueError("sampling needs one seed per prompt")
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"prompt {i} is empty; check the chat template and the example's messages")
+        check_room(model, len(prompt), max_new_tokens, f"prompt {i}")
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    rollouts: list[Rollout | None] = [None] * len(prompts)
+    was_training = model.training
+    model.eval()
+    try:
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            numbers = uniforms([seeds[i] for i in chosen], max_new_tokens) if temperature != 0 else None
+            batch = [prompts[i] for i in chosen]
+            results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter)
+            for i, rollout in zip(chosen, results, strict=True):
+                rollouts[i] = rollout
+    finally:
+        model.train(was_training)
+    return rollouts
+
+
+def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter) -> list[Rollout]:
+    """Decode one batch; `numbers` [n, max_new_tokens] are the uniforms, None for greedy."""
+    device = next(model.parameters()).device
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts], device=device)
+    padded = any(len(p) < width for p in prompts)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    numbers = None if numbers is None else numbers.to(device)
+    cache = DynamicCache(config=model.config)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    finished = [False] * len(prompts)
+    rows = list(range(len(prompts)))  # the prompt that each row of the batch belongs to
+    forwarded = sum(map(len, prompts))
+    for step in range(max_new_tokens):
+        # without padding no mask is needed, and attention takes its fast path
+        logits = model(
+            input_ids=ids, attention_mask=mask if padded else None, position_ids=positions,
+            cache=cache, use_cache=True, logits_to_keep=1,
+        ).logits[:, -1]
+        chosen = choose(logits, temperature, None if numbers is None else numbers[:, step])
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            if not finished[row]:
+                tokens[row].append(token)
+                finished[row] = token in stop_ids
+        keep = [k for k, row in enumerate(rows) if not finished[row]]
+        if not keep or step + 1 == max_new_tokens:
+            break
+        forwarded += len(keep)
+        ids, positions = chosen[:, None], positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+        if len(rows) - len(keep) >= DROP_SHARE * len(rows):
+            index = torch.tensor(keep, device=device)
+            cache.batch_select_indices(index)
+            ids, positions, mask = ids[index], positions[index], mask[index]
+            numbers = None if numbers is None else numbers[index]
+            rows = [rows[k] for k in keep]
+    if counter is not None:
+        counter.add(tokens_generated=sum(map(len, tokens)), tokens_forwarded=forwarded)
+    return [Rollout(t, "stop" if f else "length") for t, f in zip(tokens, finished, strict=True)]

@@ -1,0 +1,35 @@
+"""From logits to tokens, so that a token depends on its own example only.
+
+Inverse-CDF sampling with one uniform number per (example seed, position), drawn from a counter-based
+generator: neither the batch size nor the order of the examples can change what an example gets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+
+def example_seed(seed: int, step: int, example_id: str) -> int:
+    """Seed of one example's rollout at one step: 64 bits of a SHA-256, equal on every machine."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{example_id}".encode()).digest()[:8], "big")
+
+
+def uniforms(seeds: list[int], length: int) -> torch.Tensor:
+    """Uniform numbers in [0, 1), float64 [len(seeds), length]; row i depends on seeds[i] only."""
+    rows = [np.random.Generator(np.random.Philox(key=seed)).random(length) for seed in seeds]
+    return torch.from_numpy(np.stack(rows))
+
+
+def choose(logits: torch.Tensor, temperature: float, uniform: torch.Tensor | None) -> torch.Tensor:
+    """Next tokens [n] from logits [n, V]; greedy at temperature 0, else by `uniform` [n].
+
+    The softmax is taken in float32 and summed up in float64. A token of probability 0 is never chosen.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    cumulative = torch.softmax(logits.float() / temperature, -1).double().cumsum(-1)
+    threshold = uniform[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -1,0 +1,1 @@
+"""Training: one loop, its objectives, and the making of the tiny lineage."""

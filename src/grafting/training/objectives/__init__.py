@@ -1,0 +1,28 @@
+"""Objectives, by name. A new one is one file here and one entry in `OBJECTIVES`.
+
+An objective is built as `Objective(setup)` and offers
+  examples                              what batches are drawn from (each with an id)
+  prepare(step, batch, counter) -> items    turns drawn examples into items; sampling happens here
+  targets(item) -> int                  number of the item's tokens that carry loss
+  loss(model, items, counter) -> Tensor sum of the loss over those tokens; counts the tokens it computes
+  after_step(model)                     after each optimiser step
+  report(total) -> dict                 numbers for this step's record; `total` sums a dict over processes
+"""
+
+from __future__ import annotations
+
+from grafting.errors import UserError
+from grafting.training.objectives.base import Setup
+from grafting.training.objectives.self_distillation import SelfDistillation
+from grafting.training.objectives.supervised import Supervised
+
+OBJECTIVES = {"sft": Supervised, "opsd": SelfDistillation}
+
+
+def build(setup: Setup):
+    """The objective named in the spec; UserError if there is none of that name."""
+    name = setup.job.spec["objective"]
+    if name not in OBJECTIVES:
+        known = ", ".join(OBJECTIVES)
+        raise UserError(f"{setup.job.id}: objective {name!r} is not known; choose one of {known}")
+    return OBJECTIVES[name](setup)

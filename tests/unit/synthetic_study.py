@@ -1,0 +1,291 @@
+"""A study that was never run: payloads of evaluate, select and rollout jobs with invented answers.
+
+It has the shape of the tiny preset (three tasks, three protocols, two styles) and effects of known sign: a
+larger scale learns and forgets more, a base donor learns a little less, OPSD forgets more than a graft does.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import random
+import zlib
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy
+
+SKILLS = [f"skill{i:02d}" for i in range(19)]
+TASKS = ["wug", "zup", "dax"]
+ITEMS = {"val": {"prior": 10, "new": 30}, "test": {"prior": 20, "new": 50}}
+PRIOR = {"wug": 0.91, "zup": 0.79, "dax": 0.86, "all": 0.62}
+NEW = {"wug": 0.97, "zup": 0.9, "dax": 0.96, "all": 0.72}
+
+
+class FakeJob:
+    """The part of RunningJob that the report reads."""
+
+    def __init__(self, spec: dict, inputs: dict[str, list[Path]], results: Path) -> None:
+        self.spec, self._inputs, self.results, self.metrics = spec, inputs, results, {}
+
+    def inputs(self, role: str) -> list[Path]:
+        return self._inputs.get(role, [])
+
+    def sidecar(self, job_id: str) -> dict:
+        opsd = ".opsd." in job_id
+        flops = 6 * 2_000_000 * 80 * 64 * 12 * (2 if opsd else 1)
+        return {
+            "cost": {
+                "tokens_generated": 30_000 if opsd else 0,
+                "tokens_forwarded": 120_000 if opsd else 0,
+                "tokens_backpropagated": 61_440,
+                "flops": flops,
+                "cpu_seconds": 15.5 if opsd else 8.25,
+                "wall_seconds": 15.9 if opsd else 8.5,
+                "peak_memory_bytes": 700_000_000,
+                "phases": {},
+            }
+        }
+
+
+class StudyBuilder:
+    """Writes payloads under `root` and collects the report's spec; `job()` gives the finished report job."""
+
+    def __init__(self, root: Path, seeds=(0, 1, 2), model_seeds=(0,)) -> None:
+        self.root, self.seeds, self.model_seeds = root, list(seeds), list(model_seeds)
+        self.inputs = {"evaluations": [], "selections": [], "tests": [], "rollouts": [], "models": []}
+        self.evaluations, self.selections, self.rollouts = [], [], []
+
+    def job(self, protocols=("single", "sequential", "parallel"), results: Path | None = None) -> FakeJob:
+        spec = {
+            "preset": "synthetic",
+            "seeds": self.seeds,
+            "model_seeds": self.model_seeds,
+            "tasks": TASKS,
+            "styles": ["own", "expert"],
+            "protocols": list(protocols),
+            "settings": {"preset": "synthetic", "seeds": self.seeds},
+            "evaluations": self.evaluations,
+            "selections": self.selections,
+            "rollouts": self.rollouts,
+            "notes": ["An invented study."],
+        }
+        return FakeJob(spec, self.inputs, results or self.root / "results")
+
+    def folder(self, role: str) -> tuple[int, Path]:
+        path = self.root / role / f"{len(self.inputs[role]):04d}"
+        path.mkdir(parents=True)
+        self.inputs[role].append(path)
+        return len(self.inputs[role]) - 1, path
+
+    def deployed(self, model_seed: int) -> None:
+        for split in ("val", "test"):
+            index, folder = self.folder("evaluations")
+            labels = {"protocol": "none", "family": "deployed", "method": "deployed", "task": "all"}
+            write_point(folder, "reference", split, dict.fromkeys(TASKS, 0.01), 0.97, {}, f"d{model_seed}")
+            self.evaluations.append(
+                {"input": index, "point": "reference", "split": split, "trained": [],
+                 "labels": {**labels, "model_seed": model_seed, "mask": "none"}}
+            )  # fmt: skip
+
+    def family(
+        self, name: str, protocol: str, style: str, task: str, model_seed: int, candidates: list[dict]
+    ) -> None:
+        """Test of the candidate with the best expected score, which a selection would choose."""
+        best = max(candidates, key=lambda c: sum(expected(c, protocol, style, task)))
+        _, folder = self.folder("selections")
+        listed = []
+        for c in candidates:
+            new, prior = expected(c, protocol, style, task)
+            score = (new + prior) / 2
+            listed.append({"name": candidate_name(c), "label": c, "new": new, "prior": prior, "score": score})
+        choice = {"choice": candidate_name(best), "label": best, "score": 0.9, "candidates": listed}
+        (folder / "choice.json").write_text(json.dumps(choice))
+        test, folder = self.folder("tests")
+        (folder / "protocol.json").write_text("{}")
+        for seed in self.seeds:
+            for stage in range(3) if protocol == "sequential" else [None]:
+                values = accuracies(best, protocol, style, task, seed, stage, model_seed)
+                salt = f"{candidate_name(best)}{protocol}{style}{task}{seed}{stage}{model_seed}"
+                key = f"{zlib.crc32(salt.encode()):08x}"
+                write_point(folder, key, "test", *values, {"seed": seed, "stage": stage}, salt)
+        self.selections.append(
+            {"family": name, "protocol": protocol, "style": style, "task": task, "model_seed": model_seed,
+             "selection": len(self.inputs["selections"]) - 1, "test": test, "models": {}}
+        )  # fmt: skip
+
+    def validation(self, candidate: dict, protocol: str, style: str, task: str, model_seed: int) -> None:
+        for seed in self.seeds:
+            index, folder = self.folder("evaluations")
+            stage = 2 if protocol == "sequential" else None
+            values = accuracies(candidate, protocol, style, task, seed, stage, model_seed)
+            salt = f"v{candidate_name(candidate)}{protocol}{style}{task}{seed}{model_seed}"
+            write_point(folder, "p", "val", *values, {}, salt)
+            labels = {
+                "protocol": protocol,
+                "family": None,
+                "seed": seed,
+                "model_seed": model_seed,
+                "stage": stage,
+            }
+            self.evaluations.append(
+                {"input": index, "point": "p", "split": "val", "labels": {**labels, **candidate},
+                 "trained": candidate["trained"][str(seed)]}
+            )  # fmt: skip
+
+    def rollout(self, task: str, style: str, shown: bool, model_seed: int) -> None:
+        index, folder = self.folder("rollouts")
+        (folder / "summary.json").write_text(json.dumps({"accuracy": 0.99 if shown else 0.02, "n": 60}))
+        self.rollouts.append({"input": index, "task": task, "style": style, "with_demonstration": shown,
+                              "model_seed": model_seed})  # fmt: skip
+
+
+def candidate(
+    method: str, donor: str, scale: float, task: str, style: str, seeds, mask="none", operator="graft"
+) -> dict:
+    learned = [task] if task != "all" else TASKS
+    trained = {str(s): [f"train/{t}.{style}.{method}.{donor}.s{s}-0" for t in learned] for s in seeds}
+    return {
+        "method": method,
+        "style": style,
+        "task": task,
+        "donor": donor,
+        "scale": scale,
+        "mask": mask,
+        "lr": 3e-4,
+        "operator": operator,
+        "trained": trained,
+    }
+
+
+def candidate_name(c: dict) -> str:
+    return f"{c['method']}-{c['donor']}.{c['operator']}.l{c['scale']:g}.{c['mask']}"
+
+
+def expected(c: dict, protocol: str, style: str, task: str) -> tuple[float, float]:
+    """(new, prior) that the invented candidate has on average."""
+    loss = {"deployed": 0, "last": 0, "base": 0.35, "p80": 0.6, "p60": 1.5}[c["donor"]]
+    new = 1 / (1 + math.exp(-(math.log(NEW[task] / (1 - NEW[task])) + 5 * (c["scale"] - 1) - loss)))
+    forget = (0.97 - PRIOR[task]) * (1.15 if c["method"] == "opsd" else 1) * (1.3 if style == "expert" else 1)
+    prior = 0.97 - forget * min(c["scale"], 1.4) ** 2.2
+    if c["mask"].startswith("kfac"):
+        prior, new = prior + 0.3 * (0.97 - prior), new - 0.02
+    return new, min(prior, 0.97)
+
+
+def accuracies(c, protocol, style, task, seed, stage, model_seed) -> tuple[dict[str, float], float]:
+    new, prior = expected(c, protocol, style, task)
+    wobble = random.Random(f"{c['method']}{c['donor']}{task}{style}{seed}{model_seed}")
+    new = min(max(new + wobble.gauss(0, 0.015), 0), 1)
+    prior = min(max(prior + wobble.gauss(0, 0.015), 0), 1)
+    if task != "all":
+        return {task: new}, prior
+    if stage is None:
+        return dict.fromkeys(TASKS, new), prior
+    seen = {t: min(1.0, new + 0.25 * (i - stage + 0.6)) if i <= stage else 0.02 for i, t in enumerate(TASKS)}
+    return seen, min(0.97, prior + 0.1 * (2 - stage))
+
+
+def write_point(
+    folder: Path, key: str, split: str, new: dict[str, float], prior: float, labels: dict, salt: str
+) -> None:
+    """One evaluated point whose items have a difficulty of their own, the same for every point.
+
+    Predictions are written for test points only: the report reads no others.
+    """
+    noise, lines, scores = numpy.random.default_rng(zlib.crc32(salt.encode())), [], []
+    for suite, task, accuracy in [
+        *(("prior", s, prior) for s in SKILLS),
+        *(("new", t, a) for t, a in new.items()),
+    ]:
+        n = ITEMS[split][suite]
+        difficulty = numpy.random.default_rng(zlib.crc32(f"{split}{task}".encode())).normal(size=n)
+        answers = 0.7 * difficulty + 0.714 * noise.normal(size=n) < NormalDist().inv_cdf(
+            min(max(accuracy, 1e-9), 1 - 1e-9)
+        )
+        lines += [
+            {"id": f"{split}{task}{i}", "task": task, "text": "x", "correct": bool(correct),
+             "reason": "correct" if correct else "wrong", "finish": "stop"}
+            for i, correct in enumerate(answers)
+        ]  # fmt: skip
+        kind = "recall" if task == "wug" else "skill"
+        scores.append({"suite": suite, "task": task, "kind": kind, "split": split, "n": n,
+                       "correct": int(answers.sum()), "reasons": {}, "finish": {"stop": n}})  # fmt: skip
+    content = {"name": key, "key": key, "recipe": None, "labels": labels, "scores": scores}
+    (folder / f"{key}.json").write_text(json.dumps(content))
+    if split == "test":
+        with gzip.open(folder / f"{key}.jsonl.gz", "wt", compresslevel=1) as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def tiny_study(
+    root: Path, seeds=(0, 1, 2), model_seeds=(0,), donors=("deployed", "base", "p80", "p60")
+) -> StudyBuilder:
+    """The tiny preset's protocols, families and sweeps."""
+    b = StudyBuilder(root, seeds, model_seeds)
+    for m in b.model_seeds:
+        b.deployed(m)
+        for task in TASKS:
+            b.rollout(task, "own", False, m)
+            for style in ("own", "expert"):
+                b.rollout(task, style, True, m)
+                _single(b, task, style, m, donors if style == "own" else donors[:2])
+        _many(b, "sequential", m, "chain", "last", [0.7, 1.0], ("regraft", (0.5, 0.7), ("sum",)))
+        _many(
+            b,
+            "parallel",
+            m,
+            "sum",
+            "deployed",
+            [0.5, 0.7, 0.9, 1.0],
+            ("scaled", (0.5, 0.7, 0.9), ("sum", "ties-0.3")),
+        )
+    return b
+
+
+def _single(b: StudyBuilder, task: str, style: str, m: int, donors) -> None:
+    def make(method, donor, scale, mask="none"):
+        return candidate(method, donor, scale, task, style, b.seeds, mask)
+
+    grafts = [make("sft", donor, scale) for donor in donors for scale in (0.6, 0.8, 1.0)]
+    if style == "own":
+        masks = ("kfac-fisher-0.01", "random-random-0.01")
+        grafts += [make("sft", d, s, k) for d in donors[:2] for s in (1.0, 1.3) for k in masks]
+    opsd = [make("opsd", "deployed", scale) for scale in (0.6, 0.8, 1.0)]
+    for c in [*grafts, *opsd]:
+        b.validation(c, "single", style, task, m)
+    families = {
+        "sft": [c for c in grafts if c["donor"] == "deployed" and c["scale"] == 1 and c["mask"] == "none"],
+        "opsd": opsd[-1:],
+        "graft": grafts,
+        "graft_early": [c for c in grafts if c["donor"] != "deployed" and c["mask"] == "none"],
+        "sft_scaled": [c for c in grafts if c["donor"] == "deployed" and c["mask"] == "none"],
+        "opsd_scaled": opsd,
+        "graft_unmasked": [c for c in grafts if c["mask"] == "none"],
+        "graft_unscaled": [c for c in grafts if c["mask"] == "none" and c["scale"] == 1],
+    }
+    for name, candidates in families.items():
+        if candidates:
+            b.family(name, "single", style, task, m, candidates)
+
+
+def _many(b: StudyBuilder, protocol, m, operator, donor, scales, more) -> None:
+    suffix, sums, operators = more
+    sft, opsd = (
+        [candidate(method, donor, s, "all", "own", b.seeds, operator=operator) for s in scales]
+        for method in ("sft", "opsd")
+    )
+    merged = [
+        candidate("sft", d, s, "all", "own", b.seeds, operator=o)
+        for d in ("deployed", "base")
+        for s in sums
+        for o in operators
+        if (d, s, o) != (donor, s, operator)
+    ]
+    for c in [*sft, *opsd, *merged]:
+        b.validation(c, protocol, "own", "all", m)
+    for name, candidates in (
+        ("sft", sft[-1:]), ("opsd", opsd[-1:]), (f"opsd_{suffix}", opsd), ("graft", [*sft[:-1], *merged]),
+    ):  # fmt: skip
+        b.family(name, protocol, "own", "all", m, candidates)

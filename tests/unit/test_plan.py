@@ -1,0 +1,125 @@
+"""Keys change exactly when what they name changes."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grafting.config import resolve
+from grafting.plan import code
+from grafting.plan.jobs import Job
+from grafting.plan.planfile import read_job, write_plan
+from grafting.plan.study import Study
+
+PROJECT = Path(__file__).resolve().parents[2]
+DEFAULT = yaml.safe_load((PROJECT / "config.yaml").read_text())
+
+
+def study(**overlay) -> Study:
+    return Study(resolve(DEFAULT, overlay))
+
+
+def new_jobs(before: Study, after: Study) -> Counter:
+    return Counter(after.jobs[i].stage for i in set(after.jobs) - set(before.jobs))
+
+
+@pytest.fixture(scope="module")
+def default() -> Study:
+    return study()
+
+
+def test_plan_is_repeatable(default):
+    assert list(study().jobs) == list(default.jobs)
+
+
+def test_order_of_keys_changes_nothing(default):
+    scrambled = {key: DEFAULT[key] for key in reversed(list(DEFAULT))}
+    assert set(Study(resolve(scrambled)).jobs) == set(default.jobs)
+
+
+def test_every_input_is_an_earlier_job(default):
+    seen = set()
+    for job in default.jobs.values():
+        assert set(job.needs()) <= seen, job.id
+        seen.add(job.id)
+
+
+def test_one_seed_trains_nothing_new(default):
+    new = new_jobs(default, study(seeds=[0]))
+    assert set(new) == {"select", "evaluate", "merge", "report"}
+    assert all("test." in i for i in set(study(seeds=[0]).jobs) - set(default.jobs) if i.startswith("evaluate/"))
+
+
+def test_opsd_learning_rate_moves_opsd_only(default):
+    changed = study(learners={"opsd": {"lrs": [1e-4]}})
+    fresh = [default_id for default_id in set(changed.jobs) - set(default.jobs)]
+    assert fresh
+    assert all(".opsd." in i for i in fresh if i.startswith("train/"))
+    assert not any(i.startswith(("data/", "models/", "rollout/", "sensitivity/")) for i in fresh)
+
+
+def test_new_scale_touches_sweeps_and_selections_only(default):
+    new = new_jobs(default, study(graft={"scales": [0.6, 0.7, 0.8, 1.0]}))
+    assert set(new) == {"evaluate", "select", "merge", "report"}
+
+
+def test_points_keep_their_keys_when_a_scale_is_added(default):
+    def points(s: Study) -> set[str]:
+        return {p["key"] for j in s.jobs.values() if j.stage == "evaluate" for p in j.spec.get("points", [])}
+
+    more = points(study(graft={"scales": [0.6, 0.7, 0.8, 1.0]}))
+    assert points(default) < more
+
+
+def test_moving_the_data_moves_no_key(default):
+    assert set(study(data_root="/somewhere").jobs) == set(default.jobs)
+
+
+def test_names_are_safe_file_names(default):
+    for job in default.jobs.values():
+        assert "/" not in job.name and ".." not in job.name and len(job.id) < 200
+
+
+def test_plan_file_gives_the_job_back(default, tmp_path):
+    path = write_plan(default.jobs, tmp_path)
+    for job in default.jobs.values():
+        again = read_job(path, job.id)
+        assert again == job and again.key == job.key
+
+
+def test_key_ignores_readable_names_of_inputs():
+    one = Job("train", "a", {"x": 1}, {"model": ["models/deployed-0123456789ab:p"]}, "c")
+    two = Job("train", "a", {"x": 1}, {"model": ["models/renamed-0123456789ab:p"]}, "c")
+    assert one.key == two.key
+    assert one.key != Job("train", "a", {"x": 1}, {"model": ["models/deployed-0123456789ab:q"]}, "c").key
+
+
+def test_digest_ignores_comments_docstrings_annotations_and_layout():
+    one = 'def f(a, b=2):\n    "text"\n    return a + b  # sum\n'
+    two = "def f(a: int, b: int = 2) -> int:\n\n    return (a +\n            b)\n"
+    three = "def f(a, b=3):\n    return a + b\n"
+    dumps = [code._dump(ast.parse(text)) for text in (one, two, three)]
+    assert dumps[0] == dumps[1] != dumps[2]
+
+
+def test_small_stages_do_not_depend_on_big_rooms():
+    def rooms(entry: str) -> set[str]:
+        return {m.split(".")[1] for m in code.closure(code.ENTRIES[entry]) if m.count(".")}
+
+    assert rooms("data") == {"tasks"}
+    assert rooms("select") <= {"evaluation"}
+    assert rooms("report") <= {"analysis"}
+    assert "analysis" not in rooms("evaluate") and "training" not in rooms("evaluate")
+    assert not rooms("train") & {"evaluation", "merging", "analysis", "sensitivity"}
+
+
+def test_planning_imports_neither_torch_nor_transformers():
+    import subprocess
+    import sys
+
+    text = "import sys; from grafting.plan.front import load_study; load_study(); " \
+           "print(sorted({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", text], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

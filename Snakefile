@@ -5,7 +5,7 @@ import sys
 from snakemake.utils import min_version
 
 from grafting.errors import UserError
-from grafting.plan.front import load_study
+from grafting.plan.front import load_study, set_environment
 
 min_version("9.18")
 
@@ -15,6 +15,7 @@ try:
 except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
+set_environment(STUDY)
 
 
 include: "rules/common.smk"

@@ -63,9 +63,7 @@ def closure(requirements: list[Requirement]) -> dict[str, str]:
             sys.exit(f"lock: {name} is not installed; run `make setup` first")
         version = installed.version.split("+")[0]
         if not requirement.specifier.contains(version, prereleases=True):
-            sys.exit(
-                f"lock: {name} {version} is installed, but {requirement} is asked for: install that first"
-            )
+            sys.exit(f"lock: {name} {version} is installed, but {requirement} is asked for: install that first")
         versions[name] = version
         for wanted in ("", *requirement.extras):
             if (name, wanted) not in visited:

@@ -1,7 +1,5 @@
 """What every rule shares. A rule's output is a sentinel; only its existence decides what is run."""
 
-import os
-import sys
 from pathlib import Path
 
 from grafting.plan.planfile import write_plan
@@ -9,11 +7,6 @@ from grafting.provenance.store import Store
 
 STORE = Store()
 PLAN = str(write_plan(STUDY.jobs, Path("work/plans")))
-
-# the jobs' `python` is the one that runs this workflow, whether its environment is activated or not
-os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-if STUDY.config.data_root is not None:
-    os.environ["GRAFTING_DATA_ROOT"] = str(Path(STUDY.config.data_root).resolve())
 
 
 wildcard_constraints:

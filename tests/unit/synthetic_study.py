@@ -89,9 +89,7 @@ class StudyBuilder:
                  "labels": {**labels, "model_seed": model_seed, "mask": "none"}}
             )  # fmt: skip
 
-    def family(
-        self, name: str, protocol: str, style: str, task: str, model_seed: int, candidates: list[dict]
-    ) -> None:
+    def family(self, name: str, protocol: str, style: str, task: str, model_seed: int, candidates: list[dict]) -> None:
         """Test of the candidate with the best expected score, which a selection would choose."""
         best = max(candidates, key=lambda c: sum(expected(c, protocol, style, task)))
         _, folder = self.folder("selections")

@@ -70,11 +70,15 @@ def test_numbers_given_as_strings_are_numbers():
 
 
 def test_kind_replaces_the_whole_mapping():
-    config = with_(tasks=["science"], styles=["reference"], prior={**DEFAULT["prior"], "kind": "mmlu"},
-                   lineage={"kind": "pretrained", "deployed": {"path": "models/here"}},
-                   graft={"donors": ["deployed"], "expert_donors": [],
-                          "masks": {"donors": [], "scales": [], "candidates": []}},
-                   sequential={"sum_donors": []}, parallel={"donors": []})
+    config = with_(
+        tasks=["science"],
+        styles=["reference"],
+        prior={**DEFAULT["prior"], "kind": "mmlu"},
+        lineage={"kind": "pretrained", "deployed": {"path": "models/here"}},
+        graft={"donors": ["deployed"], "expert_donors": [], "masks": {"donors": [], "scales": [], "candidates": []}},
+        sequential={"sum_donors": []},
+        parallel={"donors": []},
+    )
     assert config.lineage.kind == "pretrained"
     assert config.donor_names() == ["deployed"]
 
@@ -83,8 +87,22 @@ def test_misspelt_key_stops_snakemake_at_once(tmp_path):
     (tmp_path / "config.yaml").write_text((PROJECT / "config.yaml").read_text().replace("seeds:", "sedes:", 1))
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "snakemake", "--snakefile", PROJECT / "Snakefile", "--directory", tmp_path,
-         "--workflow-profile", "none", "-n"], capture_output=True, text=True, check=False)
+        [
+            sys.executable,
+            "-m",
+            "snakemake",
+            "--snakefile",
+            PROJECT / "Snakefile",
+            "--directory",
+            tmp_path,
+            "--workflow-profile",
+            "none",
+            "-n",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2
     assert "did you mean seeds?" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,4 +1,5 @@
 """Merging: operators against mergekit's numbers, the sweep's bit identities, complete directories."""
+
 import contextlib
 import json
 import shutil
@@ -27,9 +28,17 @@ RANDOM_MASK = {"estimator": "random", "rank": "random", "fraction": 0.5}
 
 def pico(seed: int, dtype=torch.float32, vocab: int = 11, tied: bool = True):
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=vocab, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, tie_word_embeddings=tied)).to(dtype)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+        )
+    ).to(dtype)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +68,12 @@ def weights_of(path):
 
 # ---- operators ----
 
+
 @pytest.mark.parametrize("case", MERGEKIT["cases"], ids=lambda c: c["case"])
 @pytest.mark.parametrize("tensor", ["m", "v"])
 def test_operators_agree_with_mergekit(case, tensor):
     base = torch.tensor(MERGEKIT["inputs"]["base"][tensor], dtype=torch.float64)
-    updates = [torch.tensor(MERGEKIT["inputs"][m][tensor], dtype=torch.float64) - base
-               for m in case["models"]]
+    updates = [torch.tensor(MERGEKIT["inputs"][m][tensor], dtype=torch.float64) - base for m in case["models"]]
     weights = [case["parameters"][m]["weight"] for m in case["models"]]
     sure = torch.ones_like(base, dtype=torch.bool)
     if case["method"] == "ties":
@@ -78,7 +87,7 @@ def test_operators_agree_with_mergekit(case, tensor):
     else:
         update = task_arithmetic(updates, weights)
     expected = torch.tensor(case["output"][tensor], dtype=torch.float64)
-    tolerance = 1e-6 if case["dtype"] == "float32" else 2.0 ** -8
+    tolerance = 1e-6 if case["dtype"] == "float32" else 2.0**-8
     torch.testing.assert_close((base + update)[sure], expected[sure], rtol=tolerance, atol=tolerance / 10)
 
 
@@ -103,19 +112,28 @@ def test_trim_keeps_exactly_k(values, density):
 
 # ---- recipes ----
 
-@pytest.mark.parametrize("recipe, word", [
-    ({"scale": 1.0, "lambda": 2}, "lambda"), ({"operator": "ties", "scale": 1.0}, "density"),
-    ({"scale": 1.0, "density": 0.3}, "density"), ({"scale": float("nan")}, "scale"), ({}, "scale"),
-    ({"scale": 1.0, "terms": [0, 1]}, "one term"),
-    ({"operator": "sum", "scale": 1.0, "terms": [0, 0]}, "distinct"),
-    ({"scale": 1.0, "mask": {"estimator": "kfac", "rank": "fisher", "fraction": 2}}, "mask.fraction"),
-    ({"scale": 1.0, "mask": {"estimator": "kfac", "rank": "random", "fraction": 0.1}}, "random")])
+
+@pytest.mark.parametrize(
+    "recipe, word",
+    [
+        ({"scale": 1.0, "lambda": 2}, "lambda"),
+        ({"operator": "ties", "scale": 1.0}, "density"),
+        ({"scale": 1.0, "density": 0.3}, "density"),
+        ({"scale": float("nan")}, "scale"),
+        ({}, "scale"),
+        ({"scale": 1.0, "terms": [0, 1]}, "one term"),
+        ({"operator": "sum", "scale": 1.0, "terms": [0, 0]}, "distinct"),
+        ({"scale": 1.0, "mask": {"estimator": "kfac", "rank": "fisher", "fraction": 2}}, "mask.fraction"),
+        ({"scale": 1.0, "mask": {"estimator": "kfac", "rank": "random", "fraction": 0.1}}, "random"),
+    ],
+)
 def test_recipe_refuses(recipe, word):
     with pytest.raises(UserError, match=word):
         Recipe.parse(recipe)
 
 
 # ---- the sweep ----
+
 
 @pytest.mark.parametrize("mask", [None, RANDOM_MASK])
 def test_graft_is_the_formula(lineage, mask):
@@ -146,8 +164,10 @@ def test_bit_identities(lineage, tmp_path):
     for estimator, rank in (("random", "random"), ("kfac", "fisher"), ("diagonal", "fisher_delta2")):
         whole = {"estimator": estimator, "rank": rank, "fraction": 1}
         assert same(sweep.state({"scale": 1.3, "terms": [1], "mask": whole}), deployed)
-        assert same(sweep.state({"scale": 1.3, "terms": [1], "mask": whole | {"fraction": 0}}),
-                    sweep.state({"scale": 1.3, "terms": [1]}))
+        assert same(
+            sweep.state({"scale": 1.3, "terms": [1], "mask": whole | {"fraction": 0}}),
+            sweep.state({"scale": 1.3, "terms": [1]}),
+        )
         assert same(sweep.state({"scale": 1.0, "mask": whole | {"fraction": 0}}), trained)
 
 
@@ -180,14 +200,22 @@ def test_order_of_donors_changes_no_bit(lineage, operator, density):
     states = []
     for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
         trained, donors = ([lineage / pairs[i][side] for i in order] for side in (0, 1))
-        states.append(Sweep(lineage / "deployed", trained, donors).state(
-            {"operator": operator, "density": density, "scale": 0.9, "terms": [0, 1, 2]}))
+        states.append(
+            Sweep(lineage / "deployed", trained, donors).state(
+                {"operator": operator, "density": density, "scale": 0.9, "terms": [0, 1, 2]}
+            )
+        )
     assert same(states[0], states[1]) and same(states[0], states[2])
 
 
-@pytest.mark.parametrize("recipe", [
-    {"scale": 0.8}, {"operator": "ties", "density": 0.3, "scale": 1.5, "terms": [1, 0]},
-    {"scale": 1.1, "mask": RANDOM_MASK}])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"scale": 0.8},
+        {"operator": "ties", "density": 0.3, "scale": 1.5, "terms": [1, 0]},
+        {"scale": 1.1, "mask": RANDOM_MASK},
+    ],
+)
 def test_cache_and_streaming_agree(lineage, recipe):
     arguments = (lineage / "deployed", [lineage / "from_base", lineage / "other"], [lineage / "base"] * 2)
     sweep, streaming = Sweep(*arguments), Sweep(*arguments, cache_bytes=0)
@@ -212,6 +240,7 @@ def test_into_a_live_model(lineage):
 
 # ---- what does not fit is refused ----
 
+
 def broken(lineage, tmp_path, change):
     path = shutil.copytree(lineage / "from_base", tmp_path / "broken")
     change(path)
@@ -223,25 +252,30 @@ def rewrite(edit):
         state = weights_of(path)
         edit(state)
         save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+
     return change
 
 
 EMBED = "model.embed_tokens.weight"
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda p: (p / "config.json").rename(p / "adapter_config.json"), "LoRA adapter"),
-    (lambda p: (p / "config.json").unlink(), "no config.json"),
-    (lambda p: (p / "model.safetensors").unlink(), "has no .*safetensors"),
-    (lambda p: (p / "model.safetensors").rename(p / "model-1.safetensors"), "neither model.safetensors"),
-    (lambda p: (p / "model.safetensors").write_bytes(b"short"), "cannot be read"),
-    (lambda p: (p / "config.json").write_text('{"quantization_config": {"bits": 4}}'), "quantised"),
-    (rewrite(lambda s: s.update({EMBED: s[EMBED].to(torch.int8)})), "dtype I8"),
-    (rewrite(lambda s: s.pop(EMBED)), f"lacks tensor {EMBED}"),
-    (rewrite(lambda s: s.update({"more.weight": torch.ones(2)})), "additional tensor more.weight"),
-    (rewrite(lambda s: s.update({EMBED: torch.ones(13, 8)})), rf"{EMBED} has shape \(11, 8\).*\(13, 8\)"),
-    (rewrite(lambda s: s[EMBED].__setitem__((0, 0), float("nan"))), f"{EMBED} holds NaN"),
-    (rewrite(lambda s: s[EMBED].__setitem__((0, 0), float("inf"))), f"{EMBED} holds NaN or infinity")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p: (p / "config.json").rename(p / "adapter_config.json"), "LoRA adapter"),
+        (lambda p: (p / "config.json").unlink(), "no config.json"),
+        (lambda p: (p / "model.safetensors").unlink(), "has no .*safetensors"),
+        (lambda p: (p / "model.safetensors").rename(p / "model-1.safetensors"), "neither model.safetensors"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"short"), "cannot be read"),
+        (lambda p: (p / "config.json").write_text('{"quantization_config": {"bits": 4}}'), "quantised"),
+        (rewrite(lambda s: s.update({EMBED: s[EMBED].to(torch.int8)})), "dtype I8"),
+        (rewrite(lambda s: s.pop(EMBED)), f"lacks tensor {EMBED}"),
+        (rewrite(lambda s: s.update({"more.weight": torch.ones(2)})), "additional tensor more.weight"),
+        (rewrite(lambda s: s.update({EMBED: torch.ones(13, 8)})), rf"{EMBED} has shape \(11, 8\).*\(13, 8\)"),
+        (rewrite(lambda s: s[EMBED].__setitem__((0, 0), float("nan"))), f"{EMBED} holds NaN"),
+        (rewrite(lambda s: s[EMBED].__setitem__((0, 0), float("inf"))), f"{EMBED} holds NaN or infinity"),
+    ],
+)
 def test_refusals(lineage, tmp_path, change, message):
     path = broken(lineage, tmp_path, change)
     with pytest.raises(UserError, match=message):
@@ -265,6 +299,7 @@ def test_more_refusals(lineage, tmp_path):
 
 # ---- directories ----
 
+
 def test_materialise_is_complete_and_exact(lineage, tmp_path):
     sweep = Sweep(lineage / "deployed", [lineage / "from_base"], [lineage / "base"])
     materialise(sweep, {"scale": 0.0}, tmp_path / "zero")
@@ -272,8 +307,13 @@ def test_materialise_is_complete_and_exact(lineage, tmp_path):
     assert zero == (lineage / "deployed/model.safetensors").read_bytes()
     materialise(sweep, {"scale": 0.8}, tmp_path / "out")
     names = {p.name for p in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja",
-                     "model.safetensors"}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model.safetensors",
+    }
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     state = sweep.state({"scale": 0.8})
     assert same({n: loaded.state_dict()[n] for n in state}, state)
@@ -301,8 +341,10 @@ def test_shards_give_the_same_graft(lineage, tmp_path):
 
 def test_tied_head_saved_twice_is_one_tensor(lineage, tmp_path):
     path = broken(lineage, tmp_path, rewrite(lambda s: s.update({"lm_head.weight": s[EMBED].clone()})))
-    twice, once = (Sweep(lineage / "deployed", [trained], [lineage / "base"]).state({"scale": 0.5})
-                   for trained in (path, lineage / "from_base"))
+    twice, once = (
+        Sweep(lineage / "deployed", [trained], [lineage / "base"]).state({"scale": 0.5})
+        for trained in (path, lineage / "from_base")
+    )
     assert same(twice, once)
 
 
@@ -310,8 +352,14 @@ class FakeJob(SimpleNamespace):
     """What a stage reads of a running job."""
 
     def __init__(self, out, spec, paths):
-        super().__init__(out=out, spec=spec, paths=paths, metrics={}, cost={},
-                         input_ids={role: [p.name for p in ps] for role, ps in paths.items()})
+        super().__init__(
+            out=out,
+            spec=spec,
+            paths=paths,
+            metrics={},
+            cost={},
+            input_ids={role: [p.name for p in ps] for role, ps in paths.items()},
+        )
         out.mkdir()
 
     def inputs(self, role):
@@ -330,14 +378,30 @@ class FakeJob(SimpleNamespace):
 
 def test_stage_writes_the_same_bytes_twice(lineage, tmp_path):
     recipe = {"operator": "sum", "scale": 0.7, "terms": [0, 1], "mask": RANDOM_MASK}
-    jobs = [FakeJob(tmp_path / name, {"recipe": recipe}, {
-        "model": [lineage / "deployed"], "trained": [lineage / "from_base", lineage / "other"],
-        "donor": [lineage / "base"] * 2}) for name in ("one", "two")]
+    jobs = [
+        FakeJob(
+            tmp_path / name,
+            {"recipe": recipe},
+            {
+                "model": [lineage / "deployed"],
+                "trained": [lineage / "from_base", lineage / "other"],
+                "donor": [lineage / "base"] * 2,
+            },
+        )
+        for name in ("one", "two")
+    ]
     for job in jobs:
         stage.run(job)
     files = sorted(p.name for p in jobs[0].out.iterdir())
-    assert files == ["chat_template.jinja", "config.json", "generation_config.json", "mask.json",
-                     "model.safetensors", "recipe.yaml", "tokenizer.json"]
+    assert files == [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "mask.json",
+        "model.safetensors",
+        "recipe.yaml",
+        "tokenizer.json",
+    ]
     assert all((jobs[0].out / f).read_bytes() == (jobs[1].out / f).read_bytes() for f in files)
     described = yaml.safe_load((jobs[0].out / "recipe.yaml").read_text())
     assert Recipe.parse(described["recipe"]) == Recipe.parse(recipe)

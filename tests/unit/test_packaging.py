@@ -103,9 +103,7 @@ def _setup(checkout, **environment):
 
 def _make(checkout, *arguments, **environment):
     # MAKEFLAGS of a surrounding `make test` must not reach the inner make
-    clean = {
-        key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON")
-    }
+    clean = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "PYTHON")}
     return subprocess.run(
         ["make", *arguments],
         cwd=checkout,
@@ -155,7 +153,11 @@ def test_old_python_is_named(checkout, tmp_path):
 # stands in for a Python that makes an environment, and says how
 MAKES_VENV = """
 case "$*" in
-  *.venv) echo "$*" > how; mkdir -p .venv/bin; printf '#!/bin/sh\\n' > .venv/bin/python; chmod +x .venv/bin/python;;
+  *.venv)
+    echo "$*" > how
+    mkdir -p .venv/bin
+    printf '#!/bin/sh\\n' > .venv/bin/python
+    chmod +x .venv/bin/python;;
 esac
 """
 
@@ -264,9 +266,7 @@ def test_default_profile_leaves_the_decision_to_existence():
 @pytest.mark.parametrize("profile", ["default", "slurm"])
 def test_profile_is_accepted_by_snakemake(profile, tmp_path):
     shutil.copytree(ROOT / "profiles", tmp_path / "profiles")
-    (tmp_path / "Snakefile").write_text(
-        'rule all:\n    output: "a"\n    shell: "touch a"\n', encoding="utf-8"
-    )
+    (tmp_path / "Snakefile").write_text('rule all:\n    output: "a"\n    shell: "touch a"\n', encoding="utf-8")
     command = [sys.executable, "-m", "snakemake", "-n"]
     result = subprocess.run(
         command if profile == "default" else [*command, "--profile", f"profiles/{profile}"],

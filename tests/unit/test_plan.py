@@ -119,7 +119,9 @@ def test_planning_imports_neither_torch_nor_transformers():
     import subprocess
     import sys
 
-    text = "import sys; from grafting.plan.front import load_study; load_study(); " \
-           "print(sorted({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
+    text = (
+        "import sys; from grafting.plan.front import load_study; load_study(); "
+        "print(sorted({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", text], cwd=PROJECT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -142,8 +142,11 @@ def warm_server(tmp_path):
 def client(folder, environment, job):
     plan = write_plan({job.id: job}, folder / "plans")
     text = "from grafting.provenance.runner import main; main('mystage:run')"
-    return subprocess.Popen([sys.executable, "-c", text, "--plan", str(plan), "--job", job.id, "--log",
-                             str(folder / "log")], cwd=folder, env=environment)
+    return subprocess.Popen(
+        [sys.executable, "-c", text, "--plan", str(plan), "--job", job.id, "--log", str(folder / "log")],
+        cwd=folder,
+        env=environment,
+    )
 
 
 def test_warm_process_gives_the_same_as_a_cold_one(tmp_path, warm_server):

@@ -20,10 +20,16 @@ from grafting.tasks.tiny import build_task
 from grafting.tasks.tiny_language import ID, VOCABULARY
 
 ARCHITECTURE = {"layers": 2, "width": 16, "feed_forward": 16, "heads": 2, "context": 32, "embedding_std": 0.3}
-PROMPTS = [[ID[w] for w in text.split()] for text in (
-    "<user> rev a b c <bot>", "<user> up a b c d <bot>", "<user> add 1 + 2 <bot>", "<user> fact a <bot>",
-    "<user> zup d c b a <ex> A B C D </ex> <bot>",
-)]
+PROMPTS = [
+    [ID[w] for w in text.split()]
+    for text in (
+        "<user> rev a b c <bot>",
+        "<user> up a b c d <bot>",
+        "<user> add 1 + 2 <bot>",
+        "<user> fact a <bot>",
+        "<user> zup d c b a <ex> A B C D </ex> <bot>",
+    )
+]
 
 
 class Job:
@@ -54,8 +60,9 @@ def model():
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    build_task({"builder": "tiny.task", "task": "zup", "train_items": 12, "val_items": 6, "test_items": 6,
-                "seed": 1}, folder)
+    build_task(
+        {"builder": "tiny.task", "task": "zup", "train_items": 12, "val_items": 6, "test_items": 6, "seed": 1}, folder
+    )
     return folder
 
 
@@ -159,8 +166,17 @@ def test_a_cut_wrong_response_is_called_truncated(model, data):
 @pytest.mark.parametrize("shown", [False, True])
 def test_stage_writes_equal_bytes(model, data, tmp_path, shown):
     save_model(model, new_tokenizer(VOCABULARY, "deployed"), tmp_path / "model")
-    spec = {"split": "val", "with_demonstration": shown, "style": "own", "items": 4, "temperature": 1.0,
-            "max_new_tokens": 6, "seed": 0, "batch_size": 3, "threads": 1}
+    spec = {
+        "split": "val",
+        "with_demonstration": shown,
+        "style": "own",
+        "items": 4,
+        "temperature": 1.0,
+        "max_new_tokens": 6,
+        "seed": 0,
+        "batch_size": 3,
+        "threads": 1,
+    }
     jobs = [Job(tmp_path / name, spec, {"model": tmp_path / "model", "data": data}) for name in "ab"]
     for job in jobs:
         run(job)

@@ -1,4 +1,5 @@
 """Fisher estimates against enumeration and dense algebra, and the masks made from them."""
+
 import contextlib
 import itertools
 import json
@@ -25,8 +26,7 @@ from grafting.tasks.stage import run as build_data
 from grafting.tasks.tiny_language import VOCABULARY as VOCABULARY_TINY
 
 VOCABULARY = 5
-SEQUENCES = [Sequence("one", [1, 2, 3], [4, 2]), Sequence("two", [2], [1, 1, 0]),
-             Sequence("three", [3, 3], [4])]
+SEQUENCES = [Sequence("one", [1, 2, 3], [4, 2]), Sequence("two", [2], [1, 1, 0]), Sequence("three", [3, 3], [4])]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,9 +41,18 @@ def one_thread():
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True)).eval()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            attention_bias=True,
+        )
+    ).eval()
     for parameter in model.parameters():  # away from the near-zero start, where all is uniform
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model
@@ -68,6 +77,7 @@ def exact_fisher(model, sequence):
 
 
 # ---- the diagonal ----
+
 
 def test_true_fisher_is_exact_in_expectation(model, monkeypatch):
     """Weighted over every label sequence the model could draw, the estimate is the exact Fisher."""
@@ -139,6 +149,7 @@ def test_encode_refuses(monkeypatch):
 
 # ---- K-FAC ----
 
+
 @pytest.fixture(scope="module")
 def dense_factors(model):
     """A and G written out: one example at a time, gradients of kept outputs, empirical labels."""
@@ -150,7 +161,9 @@ def dense_factors(model):
         def hook(_, arguments, output):
             output.retain_grad()
             seen[name] = (arguments[0], output)
+
         return hook
+
     handles = [m.register_forward_hook(keep(n)) for n, m in layers.items()]
     for s in SEQUENCES:
         ids = torch.tensor([s.prompt + s.completion[:-1]])
@@ -185,8 +198,9 @@ def test_eigenbases_rebuild_the_factors(dense_factors):
             values = tensors[f"{module}.{letter}.values"].double()
             vectors = tensors[f"{module}.{letter}.vectors"].double()
             assert (values.diff() <= 0).all() and (values >= 0).all()
-            torch.testing.assert_close(vectors @ values.diag() @ vectors.T, factor, rtol=1e-5,
-                                       atol=1e-6 * float(factor.abs().max()))
+            torch.testing.assert_close(
+                vectors @ values.diag() @ vectors.T, factor, rtol=1e-5, atol=1e-6 * float(factor.abs().max())
+            )
 
 
 def test_true_factors_are_seeded(model):
@@ -198,6 +212,7 @@ def test_true_factors_are_seeded(model):
 
 # ---- ranking ----
 
+
 @given(values=st.lists(st.integers(0, 4), min_size=1, max_size=40), data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_largest_is_exact_and_breaks_ties_by_index(values, data):
@@ -208,6 +223,7 @@ def test_largest_is_exact_and_breaks_ties_by_index(values, data):
 
 
 # ---- masks ----
+
 
 @pytest.fixture(scope="module")
 def update(model):
@@ -268,8 +284,9 @@ def test_kfac_mask_of_everything_but_a_little_leaves_little(update, payloads):
     assert report["tensors"]["model.norm.weight"] == 0
 
 
-@pytest.mark.parametrize("estimator, rank", [
-    ("diagonal", "fisher"), ("kfac", "fisher"), ("kfac", "fisher_delta2"), ("random", "random")])
+@pytest.mark.parametrize(
+    "estimator, rank", [("diagonal", "fisher"), ("kfac", "fisher"), ("kfac", "fisher_delta2"), ("random", "random")]
+)
 def test_no_mask_and_whole_mask(update, payloads, estimator, rank):
     mask = {"estimator": estimator, "rank": rank}
     assert apply_mask(update, mask | {"fraction": 0}, payloads) is update
@@ -303,6 +320,7 @@ def test_mask_report():
 def test_masks_refuse_another_models_sensitivity(update, payloads, tmp_path):
     def mask(estimator, **kw):
         return {"estimator": estimator, "rank": "fisher", "fraction": 0.1} | kw
+
     bigger = update | {"model.layers.0.mlp.up_proj.weight": torch.ones(13, 8)}
     for estimator in ("diagonal", "kfac"):
         with pytest.raises(UserError, match="another model"):
@@ -323,14 +341,15 @@ def test_masks_refuse_another_models_sensitivity(update, payloads, tmp_path):
 
 # ---- the stage ----
 
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A tiny-language model and its prior suite, as the stages before this one leave them."""
     root = tmp_path_factory.mktemp("inputs")
-    architecture = {"layers": 1, "width": 16, "feed_forward": 16, "heads": 2, "context": 64,
-                    "embedding_std": 0.06}
-    save_model(new_model(architecture, VOCABULARY_TINY, seed=0), new_tokenizer(VOCABULARY_TINY, "deployed"),
-               root / "model")
+    architecture = {"layers": 1, "width": 16, "feed_forward": 16, "heads": 2, "context": 64, "embedding_std": 0.06}
+    save_model(
+        new_model(architecture, VOCABULARY_TINY, seed=0), new_tokenizer(VOCABULARY_TINY, "deployed"), root / "model"
+    )
     (root / "prior").mkdir()
     spec = {"builder": "tiny.prior", "val_items": 1, "test_items": 1, "retention_items": 2, "seed": 1}
     build_data(SimpleNamespace(spec=spec, out=root / "prior", id="data/prior"))
@@ -345,9 +364,14 @@ def test_stage_writes_the_same_bytes_twice(inputs, tmp_path, estimator):
         out.mkdir()
         costs = {}
         job = SimpleNamespace(
-            spec={"estimator": estimator, "fisher": "true", "seed": 0, "threads": 1}, out=out,
-            input=inputs.get, metrics={}, add_cost=costs.update, phase=lambda _: contextlib.nullcontext(),
-            progress=lambda *a, **k: SimpleNamespace(update=lambda *a: None, close=lambda: None))
+            spec={"estimator": estimator, "fisher": "true", "seed": 0, "threads": 1},
+            out=out,
+            input=inputs.get,
+            metrics={},
+            add_cost=costs.update,
+            phase=lambda _: contextlib.nullcontext(),
+            progress=lambda *a, **k: SimpleNamespace(update=lambda *a: None, close=lambda: None),
+        )
         stage.run(job)
         outs.append({p.name: p.read_bytes() for p in out.iterdir()})
     assert outs[0] == outs[1] and set(outs[0]) == {f"{estimator}.safetensors", "report.json"}

@@ -24,18 +24,43 @@ from grafting.training.schedule import learning_rate
 from grafting.training.teacher import Guard, Teacher
 
 ARCHITECTURE = {
-    "layers": 1, "width": 16, "feed_forward": 16, "heads": 2, "context": 64, "embedding_std": 0.06,
+    "layers": 1,
+    "width": 16,
+    "feed_forward": 16,
+    "heads": 2,
+    "context": 64,
+    "embedding_std": 0.06,
 }
 GUARD = {"threshold": 0.0, "action": "warn", "every": 2}
 SFT = {
-    "objective": "sft", "style": "own", "lr": 1e-2, "steps": 4, "batch_size": 6, "micro_batch_size": None,
-    "warmup_steps": 2, "schedule": "cosine", "final_lr_ratio": 0.05, "weight_decay": 0.0,
-    "betas": [0.9, 0.98], "clip_norm": 1.0, "precision": "float32", "threads": 1, "seed": 0,
+    "objective": "sft",
+    "style": "own",
+    "lr": 1e-2,
+    "steps": 4,
+    "batch_size": 6,
+    "micro_batch_size": None,
+    "warmup_steps": 2,
+    "schedule": "cosine",
+    "final_lr_ratio": 0.05,
+    "weight_decay": 0.0,
+    "betas": [0.9, 0.98],
+    "clip_norm": 1.0,
+    "precision": "float32",
+    "threads": 1,
+    "seed": 0,
 }
-OPSD = SFT | {"objective": "opsd", "opsd": {
-    "divergence": "forward_kl", "teacher": "frozen", "ema_rate": 0.02, "temperature": 1.0,
-    "max_new_tokens": 6, "skip_tokens": 0, "guard": GUARD,
-}}
+OPSD = SFT | {
+    "objective": "opsd",
+    "opsd": {
+        "divergence": "forward_kl",
+        "teacher": "frozen",
+        "ema_rate": 0.02,
+        "temperature": 1.0,
+        "max_new_tokens": 6,
+        "skip_tokens": 0,
+        "guard": GUARD,
+    },
+}
 
 
 class Job:
@@ -103,8 +128,9 @@ def start(tmp_path_factory, tokenizer):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("zup")
-    build_task({"builder": "tiny.task", "task": "zup", "train_items": 12, "val_items": 6, "test_items": 6,
-                "seed": 1}, folder)
+    build_task(
+        {"builder": "tiny.task", "task": "zup", "train_items": 12, "val_items": 6, "test_items": 6, "seed": 1}, folder
+    )
     return folder
 
 
@@ -412,9 +438,19 @@ def test_the_training_job_reports_a_missing_style(start, data, tmp_path):
 
 
 PRETRAIN = {
-    "phase": "pretrain", "architecture": ARCHITECTURE, "steps": 4, "batch_size": 4, "lr": 1e-2,
-    "warmup_steps": 2, "weight_decay": 0.01, "demonstration_share": 0.3, "skill_weights": {"rev": 1.5},
-    "checkpoints": 2, "precision": "float32", "threads": 1, "seed": 0,
+    "phase": "pretrain",
+    "architecture": ARCHITECTURE,
+    "steps": 4,
+    "batch_size": 4,
+    "lr": 1e-2,
+    "warmup_steps": 2,
+    "weight_decay": 0.01,
+    "demonstration_share": 0.3,
+    "skill_weights": {"rev": 1.5},
+    "checkpoints": 2,
+    "precision": "float32",
+    "threads": 1,
+    "seed": 0,
 }
 POSTTRAIN = {key: value for key, value in PRETRAIN.items() if key not in ("architecture", "checkpoints")} | {
     "phase": "posttrain",

@@ -98,9 +98,7 @@ def task_names(study: Study, protocol: str) -> list[str]:
     return list(study.spec["tasks"]) if protocol == "single" else [ALL]
 
 
-def runs(
-    study: Study, selected: Sequence[Selected], family: str, tasks: Sequence[str], model_seed: Any
-) -> Runs:
+def runs(study: Study, selected: Sequence[Selected], family: str, tasks: Sequence[str], model_seed: Any) -> Runs:
     """Final test points of one family per seed; only seeds for which every one of `tasks` is there.
 
     model_seed ALL: every model is one replicate (its seeds averaged), since models differ more than seeds do.
@@ -112,9 +110,7 @@ def runs(
             points = [
                 point
                 for s in selected
-                if s.labels["family"] == family
-                and s.labels["model_seed"] == model
-                and s.labels["task"] in tasks
+                if s.labels["family"] == family and s.labels["model_seed"] == model and s.labels["task"] in tasks
                 for point in s.final
                 if point.labels["seed"] == seed
             ]
@@ -135,16 +131,12 @@ def make_claims(study: Study) -> dict[str, Any]:
         for task in _scopes(study, cell[0])
         for model in units
     ]
-    head = [
-        c for c in comparisons if c["kind"] == CLAIM and c["task"] == ALL and c["model_seed"] == units[-1]
-    ]
+    head = [c for c in comparisons if c["kind"] == CLAIM and c["task"] == ALL and c["model_seed"] == units[-1]]
     protocols = [
         {
             "protocol": protocol,
             "style": style,
-            "verdict": combined(
-                c["verdict"] for c in head if (c["protocol"], c["style"]) == (protocol, style)
-            ),
+            "verdict": combined(c["verdict"] for c in head if (c["protocol"], c["style"]) == (protocol, style)),
         }
         for protocol, style in cells(study)
     ]
@@ -174,23 +166,17 @@ def _comparison(
 ) -> dict[str, Any]:  # fmt: skip
     tasks = task_names(study, cell[0]) if task == ALL else [task]
     first, second = (runs(study, selected, family, tasks, model_seed) for family in (a, b))
-    new, prior = (
-        difference(observations(first, suite), observations(second, suite)) for suite in ("new", "prior")
-    )
+    new, prior = (difference(observations(first, suite), observations(second, suite)) for suite in ("new", "prior"))
     expected = len(study.spec["model_seeds"] if model_seed == ALL else study.spec["seeds"])
     notes = []
     if new is not None and new.seeds < expected:
         notes.append(f"{new.seeds} of {expected} replicates")
     if new is not None and new.basis == ITEMS_ONLY:
         notes.append("interval over items only: says nothing about other seeds")
-    if first and {p.key for runs_ in first.values() for p in runs_} == {
-        p.key for r in second.values() for p in r
-    }:
+    if first and {p.key for runs_ in first.values() for p in runs_} == {p.key for r in second.values() for p in r}:
         notes.append("the same checkpoints were chosen")
     if new is not None and prior is not None and (new.low > 0 > prior.high or prior.low > 0 > new.high):
-        notes.append(
-            "a trade-off: " + ("new better, prior worse" if new.low > 0 else "prior better, new worse")
-        )
+        notes.append("a trade-off: " + ("new better, prior worse" if new.low > 0 else "prior better, new worse"))
     return {
         "kind": kind,
         "asks": asks,

@@ -89,13 +89,9 @@ class Study:
     """All of a report's inputs, read."""
 
     spec: Mapping[str, Any]
-    points: list[Point] = field(
-        default_factory=list
-    )  # validation points, and the deployed model on both splits
+    points: list[Point] = field(default_factory=list)  # validation points, and the deployed model on both splits
     selected: list[Selected] = field(default_factory=list)
-    rollouts: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # task, style, with_demonstration, accuracy, n
+    rollouts: list[dict[str, Any]] = field(default_factory=list)  # task, style, with_demonstration, accuracy, n
 
     def deployed(self, split: str, model_seed: Any, task: str | None = None) -> Point | None:
         """The deployed model's point on `split` (on `task`, if it was evaluated task by task)."""
@@ -140,9 +136,7 @@ def collect(job: Any) -> Study:
 def _searched(choice: Mapping[str, Any]) -> tuple[str, ...]:
     """Training jobs of all candidates, each once."""
     labels = [candidate.get("label", {}) for candidate in choice["candidates"]] or [choice["label"]]
-    return tuple(
-        dict.fromkeys(job for label in labels for jobs in label.get("trained", {}).values() for job in jobs)
-    )
+    return tuple(dict.fromkeys(job for label in labels for jobs in label.get("trained", {}).values() for job in jobs))
 
 
 class _Costs:
@@ -170,9 +164,7 @@ def _point(
     return Point(folder, key, split, labels, scores, tuple(trained), costs(trained))
 
 
-def _test_points(
-    folder: Path, own: Mapping[str, Any], choice: Mapping[str, Any], costs: _Costs
-) -> tuple[Point, ...]:
+def _test_points(folder: Path, own: Mapping[str, Any], choice: Mapping[str, Any], costs: _Costs) -> tuple[Point, ...]:
     """The selected candidate's points on test data, ordered by seed and stage."""
     chosen = choice["label"]
     points = []

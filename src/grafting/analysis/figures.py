@@ -76,9 +76,7 @@ def draw(study: Study, panels: Mapping[tuple[str, str], Sequence[Selected]]) -> 
     rows = -(-len(panels) // columns)
     height = 3.5 * rows + LEGEND_INCHES
     figure = Figure(figsize=(4.3 * columns, height), layout="constrained")
-    figure.get_layout_engine().set(
-        rect=(0, LEGEND_INCHES / height, 1, 1 - LEGEND_INCHES / height), hspace=0.06
-    )
+    figure.get_layout_engine().set(rect=(0, LEGEND_INCHES / height, 1, 1 - LEGEND_INCHES / height), hspace=0.06)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     validation: dict[str, Any] = {}
     test: dict[str, Any] = {}
@@ -137,6 +135,7 @@ def curves(study: Study, protocol: str, style: str) -> list[Curve]:
             labels["operator"],
             labels["lr"],
             labels["method"],
+            labels["donor"],
         )
         runs_of = groups.setdefault(series, {}).setdefault(float(labels["scale"]), {})
         runs_of[(labels["model_seed"], labels["task"], labels["seed"])] = values
@@ -192,9 +191,7 @@ def _curve_style(curve: Curve, study: Study) -> dict[str, Any]:
     elif curve.name.startswith("graft from base"):
         style |= {"color": BLUE, "linestyle": "-", "marker": "o"}
     else:
-        donors = sorted(
-            {str(p.labels["donor"]) for p in study.points} - {*map(str, OWN_DONORS), "base"}, reverse=True
-        )
+        donors = sorted({str(p.labels["donor"]) for p in study.points} - {*map(str, OWN_DONORS), "base"}, reverse=True)
         place = next((i for i, donor in enumerate(donors) if curve.name.startswith(f"graft from {donor}")), 0)
         colour, line = PRETRAINING_DONORS[place % len(PRETRAINING_DONORS)]
         style |= {"color": colour, "linestyle": line, "marker": "p"}
@@ -235,9 +232,7 @@ def _draw_deployed(axis: Any, study: Study, legend: dict[str, Any]) -> None:
     points: list[Point] = [p for p in study.points if p.labels["family"] == DEPLOYED and p.split == "test"]
     prior = [v for p in points if (v := p.accuracy("prior")) is not None]
     if prior:
-        line = axis.axvline(
-            100 * sum(prior) / len(prior), color=BLACK, linewidth=1, linestyle=(0, (4, 3)), zorder=1
-        )
+        line = axis.axvline(100 * sum(prior) / len(prior), color=BLACK, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
         legend.setdefault("deployed model's prior accuracy", line)
 
 

@@ -90,9 +90,7 @@ class Comparison:
         if len(self.differences) > SHOWN:
             lines.append(f"  and {len(self.differences) - SHOWN} more")
         if not self.agrees:
-            lines.append(
-                "A difference is a notice, not a fault: another configuration or CPU gives other figures."
-            )
+            lines.append("A difference is a notice, not a fault: another configuration or CPU gives other figures.")
         return "\n".join(lines)
 
 
@@ -144,11 +142,7 @@ def _find(folder: Path, name: str) -> Path | None:
 
 def _read(folder: Path, name: str) -> pd.DataFrame | None:
     path = _find(folder, name)
-    # text columns stay text: "0" and "all" share the column of trained tasks
-    numbers = {column: float for column in MEASURED[name] if column != "chosen"}
-    return (
-        None if path is None else pd.read_csv(path, dtype={**{"seed": str}, **numbers}, keep_default_na=True)
-    )
+    return None if path is None else pd.read_csv(path)
 
 
 def _compare_tables(name: str, ours: pd.DataFrame, theirs: pd.DataFrame, comparison: Comparison) -> None:

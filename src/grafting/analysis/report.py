@@ -52,9 +52,7 @@ def run(job: Any) -> None:
 def _link_models(job: Any, folder: Path) -> None:
     """`results/models/<name>`: relative links to the selected grafts that were written out."""
     paths = job.inputs("models")
-    wanted = {
-        n: paths[i] for entry in job.spec.get("selections", []) for n, i in entry.get("models", {}).items()
-    }
+    wanted = {n: paths[i] for entry in job.spec.get("selections", []) for n, i in entry.get("models", {}).items()}
     if not wanted:
         return
     folder.mkdir(exist_ok=True)
@@ -95,9 +93,7 @@ def _write(path: Path, text: str) -> None:
 
 def _publish(aside: Path, results: Path) -> None:
     """Renames every file of `aside` to its place; the summary, which points to the others, last."""
-    files = sorted(
-        (p for p in aside.rglob("*") if p.is_file()), key=lambda p: (p.name == "summary.md", p.as_posix())
-    )
+    files = sorted((p for p in aside.rglob("*") if p.is_file()), key=lambda p: (p.name == "summary.md", p.as_posix()))
     for source in files:
         target = results / source.relative_to(aside)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from grafting.config.schema import Config
 from grafting.errors import UserError
 
+
 def read_yaml(path: Path) -> dict:
     """Read one YAML mapping; UserError if the file is absent, unreadable or no mapping."""
     try:
@@ -128,8 +129,10 @@ def _check_tasks(config: Config) -> None:
     invented = config.lineage.kind == "scratch"
     for name in config.tasks:
         if tasks[name]["builder"].startswith("tiny.") != invented:
-            raise UserError(f"tasks: {name!r} does not fit lineage.kind {config.lineage.kind!r}: "
-                            "the tiny language's tasks go with the model made from it, and no other")
+            raise UserError(
+                f"tasks: {name!r} does not fit lineage.kind {config.lineage.kind!r}: "
+                "the tiny language's tasks go with the model made from it, and no other"
+            )
 
 
 def _check_revisions(config: Config) -> None:
@@ -141,5 +144,7 @@ def _check_revisions(config: Config) -> None:
             key = "lineage.deployed" if name == "deployed" else f"lineage.donors.{name}"
             unknown.append(f"{key}.revision (of {source.hub})")
     if unknown:
-        raise UserError("a model from the Hub is pinned by its revision; fill in the commit hash that you have seen:\n  "
-                        + "\n  ".join(unknown))
+        raise UserError(
+            "a model from the Hub is pinned by its revision; fill in the commit hash that you have seen:\n  "
+            + "\n  ".join(unknown)
+        )

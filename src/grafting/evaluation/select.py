@@ -64,9 +64,7 @@ def _measure(candidate: dict[str, Any], folders: list[Path]) -> tuple[Fraction, 
 def _accuracy(point: dict[str, Any], suite: str) -> Fraction:
     scores = [Fraction(score["correct"], score["n"]) for score in point["scores"] if score["suite"] == suite]
     if not scores:
-        raise UserError(
-            f"the point '{point['name']}' was not evaluated on a '{suite}' suite; add one to select by"
-        )
+        raise UserError(f"the point '{point['name']}' was not evaluated on a '{suite}' suite; add one to select by")
     return _mean(scores)
 
 

@@ -42,12 +42,8 @@ def _protocol(job: Any, folders: Sequence[Path]) -> dict[str, Any]:
         "decoding": "greedy",
         "batch_size": job.spec["batch_size"],
         "max_new_tokens": job.spec["max_new_tokens"],
-        "chat_template_sha256": hashlib.sha256(template.read_bytes()).hexdigest()
-        if template.is_file()
-        else None,
-        "suites": [
-            {"role": i["role"], "name": i["name"], "kind": i["kind"], "scorer": i["scorer"]} for i in infos
-        ],
+        "chat_template_sha256": hashlib.sha256(template.read_bytes()).hexdigest() if template.is_file() else None,
+        "suites": [{"role": i["role"], "name": i["name"], "kind": i["kind"], "scorer": i["scorer"]} for i in infos],
     }
 
 
@@ -77,9 +73,7 @@ def _compute(job: Any, points: Sequence[dict[str, Any]], folders: Sequence[Path]
         model, tokenizer = load_model(job.input("model")), load_tokenizer(job.input("model"))
         suites = [load_suite(folder, spec["split"], tokenizer) for folder in folders]
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        decoding = Decoding(
-            tokenizer, stop_ids(model, tokenizer), pad_id, spec["batch_size"], spec["max_new_tokens"]
-        )
+        decoding = Decoding(tokenizer, stop_ids(model, tokenizer), pad_id, spec["batch_size"], spec["max_new_tokens"])
         sweep = Sweep.of_job(job) if any(point["recipe"] is not None for point in points) else None
     counter = Counter()
     bar = job.progress(len(points), "evaluate", unit="point")
@@ -90,13 +84,9 @@ def _compute(job: Any, points: Sequence[dict[str, Any]], folders: Sequence[Path]
                 sweep.into(model, point["recipe"])
         with job.phase("rollout"):
             predictions = predict(model, suites, decoding, counter)
-        scores = [
-            row for suite, rows in zip(suites, predictions, strict=True) for row in summarise(suite, rows)
-        ]
+        scores = [row for suite, rows in zip(suites, predictions, strict=True) for row in summarise(suite, rows)]
         _write_point(job.out, point, scores)
-        _write_predictions(
-            job.out / f"{point['key']}.jsonl.gz", [row for rows in predictions for row in rows]
-        )
+        _write_predictions(job.out / f"{point['key']}.jsonl.gz", [row for rows in predictions for row in rows])
         bar.update(1)
     bar.close()
     job.add_cost(**counter.cost(count_parameters(model)))

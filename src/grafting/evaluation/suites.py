@@ -66,16 +66,12 @@ def load_suite(folder: Path, split: str, tokenizer: Any) -> Suite:
         return Suite(info["role"], info, split, examples, prompts)
     count = max(len(example["options"]) for example in examples)
     lead, ids = option_tokens(tokenizer, examples[0]["messages"], count)
-    prompts = [
-        chat.encode_prompt(tokenizer, example["messages"], example["id"]) + lead for example in examples
-    ]
+    prompts = [chat.encode_prompt(tokenizer, example["messages"], example["id"]) + lead for example in examples]
     letters = [ids[: len(example["options"])] for example in examples]
     return Suite(info["role"], info, split, examples, prompts, letters)
 
 
-def option_tokens(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], count: int
-) -> tuple[list[int], list[int]]:
+def option_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]], count: int) -> tuple[list[int], list[int]]:
     """How the first `count` option letters are written as an answer: (shared leading ids, one id per letter).
 
     Some tokenizers or templates open every answer with the same tokens (a lone space mark, an empty
@@ -84,10 +80,7 @@ def option_tokens(
     letters = ascii_uppercase[:count]
     answers = [chat.encode_example(tokenizer, messages, letter)[1] for letter in letters]
     shared = 0
-    while (
-        all(len(answer) > shared + 1 for answer in answers)
-        and len({answer[shared] for answer in answers}) == 1
-    ):
+    while all(len(answer) > shared + 1 for answer in answers) and len({answer[shared] for answer in answers}) == 1:
         shared += 1
     ids = [answer[shared] for answer in answers]
     if len(set(ids)) != count:
@@ -123,9 +116,7 @@ def predict(model: Any, suites: Sequence[Suite], decoding: Decoding, counter: An
     ]
 
 
-def _score_generated(
-    suite: Suite, rollouts: Any, text_of: Callable[[Sequence[int]], str]
-) -> list[Prediction]:
+def _score_generated(suite: Suite, rollouts: Any, text_of: Callable[[Sequence[int]], str]) -> list[Prediction]:
     """Scores the next len(suite.examples) rollouts; a wrong answer cut by the length limit is "truncated"."""
     predictions = []
     for example in suite.examples:
@@ -148,9 +139,7 @@ def _score_options(suite: Suite, model: Any, decoding: Decoding, counter: Any) -
             example = suite.examples[i]
             chosen = ascii_uppercase[int(logits[row, list(suite.letters[i])].argmax())]
             correct = chosen == example["answer"]
-            predictions[i] = _prediction(
-                example, chosen, correct, "correct" if correct else "wrong", "option"
-            )
+            predictions[i] = _prediction(example, chosen, correct, "correct" if correct else "wrong", "option")
     return predictions
 
 

@@ -1,4 +1,5 @@
 """Writing a graft out as an ordinary, complete Hugging Face directory."""
+
 from __future__ import annotations
 
 import json
@@ -13,10 +14,23 @@ from grafting.merging.sweep import Sweep
 from grafting.merging.weights import INDEX
 
 # What makes weights a model one can chat with; anything else in the deployed directory (logs) stays there.
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer*", "chat_template*",
-              "additional_chat_templates", "special_tokens_map.json", "added_tokens.json", "vocab.*",
-              "merges.txt", "*.model", "*.tiktoken", "preprocessor_config.json",
-              "processor_config.json", "LICENSE*", "NOTICE*")
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "chat_template*",
+    "additional_chat_templates",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "LICENSE*",
+    "NOTICE*",
+)
 
 
 def materialise(sweep: Sweep, recipe: Recipe | Mapping, out: Path, progress=None) -> None:

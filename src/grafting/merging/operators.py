@@ -5,6 +5,7 @@ Every operator takes updates delta_i = theta_i - donor_i of one shape and one fl
 order of the list: floating-point addition does not associate, so a caller who wants a result that does
 not depend on the order of the donors sorts them first (merging.sweep does, by content).
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

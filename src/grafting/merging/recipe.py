@@ -1,4 +1,5 @@
 """A graft as a recipe: what is combined, how, and how much of it."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,9 +17,9 @@ class Recipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     operator: Literal["graft", "sum", "ties"] = "graft"
-    scale: float = Field(allow_inf_nan=False)                # lambda
+    scale: float = Field(allow_inf_nan=False)  # lambda
     density: float | None = Field(default=None, gt=0, le=1)  # share of entries that TIES keeps
-    terms: tuple[int, ...] = (0,)                            # indices into the lists `trained` and `donor`
+    terms: tuple[int, ...] = (0,)  # indices into the lists `trained` and `donor`
     mask: Mask | None = None
 
     @model_validator(mode="after")
@@ -40,8 +41,9 @@ class Recipe(BaseModel):
             return cls.model_validate(dict(recipe))
         except ValidationError as error:
             first = error.errors()[0]
-            raise UserError(f"recipe{''.join(f'.{part}' for part in first['loc'])}: {first['msg']} "
-                            f"(got {first['input']!r})") from None
+            raise UserError(
+                f"recipe{''.join(f'.{part}' for part in first['loc'])}: {first['msg']} (got {first['input']!r})"
+            ) from None
 
     @property
     def effective_mask(self) -> Mask | None:

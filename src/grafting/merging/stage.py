@@ -6,6 +6,7 @@ inputs  model, trained[] and donor[] (aligned), sensitivity_kfac?, sensitivity_d
 payload a complete Hugging Face directory; recipe.yaml (the recipe and the ids of all inputs);
         mask.json when the recipe has a mask (what share of each tensor's update it removed)
 """
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,5 @@
 """Many grafts from one reading: the same updates under many scales, masks and operators."""
+
 from __future__ import annotations
 
 import math
@@ -35,12 +36,21 @@ class Sweep:
     estimator -> payload folder. Raises UserError (naming tensor, shapes, file) for what does not fit.
     """
 
-    def __init__(self, model_path: Path, trained: Iterable[Path], donors: Iterable[Path],
-                 sensitivity: Mapping[str, Path] | None = None, *, cache_bytes: int = _CACHE_BYTES):
+    def __init__(
+        self,
+        model_path: Path,
+        trained: Iterable[Path],
+        donors: Iterable[Path],
+        sensitivity: Mapping[str, Path] | None = None,
+        *,
+        cache_bytes: int = _CACHE_BYTES,
+    ):
         trained, donors = list(trained), list(donors)
         if len(trained) != len(donors):
-            raise UserError(f"a merge got {len(trained)} trained models and {len(donors)} donors: every "
-                            "update is trained_i - donor_i, so give one donor per trained model")
+            raise UserError(
+                f"a merge got {len(trained)} trained models and {len(donors)} donors: every "
+                "update is trained_i - donor_i, so give one donor per trained model"
+            )
         opened: dict[Path, Weights] = {}  # one donor often serves many terms
 
         def weights(path: Path) -> Weights:
@@ -61,15 +71,20 @@ class Sweep:
     def of_job(cls, job) -> Sweep:
         """The sweep of a job: inputs model, trained[], donor[], sensitivity_kfac?, sensitivity_diagonal?."""
         given = {estimator: job.inputs(f"sensitivity_{estimator}") for estimator in ("kfac", "diagonal")}
-        return cls(job.input("model"), job.inputs("trained"), job.inputs("donor"),
-                   {estimator: paths[0] for estimator, paths in given.items() if paths})
+        return cls(
+            job.input("model"),
+            job.inputs("trained"),
+            job.inputs("donor"),
+            {estimator: paths[0] for estimator, paths in given.items() if paths},
+        )
 
     def state(self, recipe: Recipe | Mapping | None) -> dict[str, Tensor]:
         """All tensors of the graft, in theta_0's dtypes, by name. None is the deployed model itself."""
         return dict(self.tensors(recipe))
 
-    def tensors(self, recipe: Recipe | Mapping | None, names: Iterable[str] | None = None
-                ) -> Iterator[tuple[str, Tensor]]:
+    def tensors(
+        self, recipe: Recipe | Mapping | None, names: Iterable[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """The graft tensor by tensor (all, or those named), each a fresh tensor in theta_0's dtype."""
         names = self.model.names if names is None else names
         recipe = None if recipe is None else self._parse(recipe)
@@ -91,18 +106,24 @@ class Sweep:
         live = model.state_dict()
         unknown = sorted(set(self.model.names) - set(live))
         if unknown:
-            raise UserError(f"{type(model).__name__} has no tensor {unknown[0]}, which "
-                            f"{self.model.path} holds: write the graft out (stage merge) and load that")
+            raise UserError(
+                f"{type(model).__name__} has no tensor {unknown[0]}, which "
+                f"{self.model.path} holds: write the graft out (stage merge) and load that"
+            )
         written = {live[name].data_ptr() for name in self.model.names}
         for name in live:
             if live[name].data_ptr() not in written:
-                raise UserError(f"{self.model.path} holds no tensor {name}, which {type(model).__name__} "
-                                "needs: load the model from there")
+                raise UserError(
+                    f"{self.model.path} holds no tensor {name}, which {type(model).__name__} "
+                    "needs: load the model from there"
+                )
         with torch.no_grad():
             for name, tensor in self.tensors(recipe):
                 if live[name].shape != tensor.shape:
-                    raise UserError(f"tensor {name} has shape {tuple(live[name].shape)} in the live model, "
-                                    f"{tuple(tensor.shape)} in {self.model.path}: load it from there")
+                    raise UserError(
+                        f"tensor {name} has shape {tuple(live[name].shape)} in the live model, "
+                        f"{tuple(tensor.shape)} in {self.model.path}: load it from there"
+                    )
                 live[name].copy_(tensor)
 
     def mask_report(self, recipe: Recipe | Mapping) -> list[dict]:
@@ -119,8 +140,10 @@ class Sweep:
     def _parse(self, recipe: Recipe | Mapping) -> Recipe:
         recipe = Recipe.parse(recipe)
         if max(recipe.terms) >= len(self.trained):
-            raise UserError(f"recipe.terms: there is no update {max(recipe.terms)}, this merge has "
-                            f"{len(self.trained)} (numbered from 0)")
+            raise UserError(
+                f"recipe.terms: there is no update {max(recipe.terms)}, this merge has "
+                f"{len(self.trained)} (numbered from 0)"
+            )
         return recipe
 
     def _verbatim(self, recipe: Recipe | None) -> Weights | None:
@@ -165,8 +188,9 @@ class Sweep:
             whole = {name: streamed(name) for name in names}
         else:
             masked = [self._masked({name: self._delta(term, name) for name in names}, mask) for term in terms]
-            whole = {name: combine(recipe.operator, [update[name] for update in masked], recipe.density)
-                     for name in names}
+            whole = {
+                name: combine(recipe.operator, [update[name] for update in masked], recipe.density) for name in names
+            }
         self._cache[key] = whole
         while len(self._cache) > 1 and sum(map(_bytes, self._cache.values())) > self._cache_bytes:
             self._cache.popitem(last=False)

@@ -1,4 +1,5 @@
 """Reading the weights of a model directory tensor by tensor, without building the model."""
+
 from __future__ import annotations
 
 import hashlib
@@ -45,8 +46,10 @@ class Weights:
         tensor = self._handles[self._where[name]].get_tensor(name)
         if name not in self._checked:
             if not torch.isfinite(tensor).all():
-                raise UserError(f"{self.path}: tensor {name} holds NaN or infinity; "
-                                "that training run went wrong, repeat it (a smaller learning rate may help)")
+                raise UserError(
+                    f"{self.path}: tensor {name} holds NaN or infinity; "
+                    "that training run went wrong, repeat it (a smaller learning rate may help)"
+                )
             self._checked.add(name)
         return tensor
 
@@ -83,16 +86,19 @@ class Weights:
         present = set(handle.keys())
         lost = sorted(set(self.files[file]) - present)
         if lost:
-            raise UserError(f"{self.path}/{file} lacks tensor {lost[0]}, which {INDEX} says it holds: "
-                            "fetch the model again")
+            raise UserError(
+                f"{self.path}/{file} lacks tensor {lost[0]}, which {INDEX} says it holds: fetch the model again"
+            )
         names = sorted(self.files[file] or present)
         if self._tied and "lm_head.weight" in names:
             names.remove("lm_head.weight")
         for name in names:
             part = handle.get_slice(name)
             if part.get_dtype() not in _DTYPES:
-                raise UserError(f"{self.path}: tensor {name} has dtype {part.get_dtype()}: only 16, 32 and "
-                                "64 bit floats can be merged; give the unquantised model")
+                raise UserError(
+                    f"{self.path}: tensor {name} has dtype {part.get_dtype()}: only 16, 32 and "
+                    "64 bit floats can be merged; give the unquantised model"
+                )
             self.shapes[name] = tuple(part.get_shape())
             self.dtypes[name] = _DTYPES[part.get_dtype()]
         self._handles[file], self.files[file] = handle, names
@@ -105,10 +111,14 @@ def require_same_tensors(reference: Weights, other: Weights) -> None:
     if missing or extra:
         what = f"lacks tensor {missing[0]}" if missing else f"has an additional tensor {extra[0]}"
         more = len(missing) + len(extra) - 1
-        raise UserError(f"{other.path} {what}{f' (and {more} more differ)' if more else ''} compared with "
-                        f"{reference.path}: donor, trained and deployed must be one architecture")
+        raise UserError(
+            f"{other.path} {what}{f' (and {more} more differ)' if more else ''} compared with "
+            f"{reference.path}: donor, trained and deployed must be one architecture"
+        )
     for name in reference.names:
         if reference.shapes[name] != other.shapes[name]:
-            raise UserError(f"tensor {name} has shape {reference.shapes[name]} in {reference.path} and "
-                            f"{other.shapes[name]} in {other.path}: give checkpoints of one lineage with the "
-                            "same vocabulary size (resize the embeddings of one of them first)")
+            raise UserError(
+                f"tensor {name} has shape {reference.shapes[name]} in {reference.path} and "
+                f"{other.shapes[name]} in {other.path}: give checkpoints of one lineage with the "
+                "same vocabulary size (resize the embeddings of one of them first)"
+            )

@@ -18,7 +18,7 @@ def register() -> str:
 
 
 def sdpa_float32(module, query, key, value, attention_mask, **kwargs):
-    """Scaled dot-product attention; query [B, H, T, D], key and value [B, H_kv, S, D] -> ([B, T, H, D], None)."""
+    """Query [B, H, T, D], key and value [B, H_kv, S, D] -> (output [B, T, H, D], None)."""
     import torch
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -28,7 +28,5 @@ def sdpa_float32(module, query, key, value, attention_mask, **kwargs):
         attention_mask = attention_mask.float()
     # Also for float32 arguments (rotated queries are): under autocast SDPA itself would cast them down.
     with torch.autocast("cpu", enabled=False):
-        output, _ = sdpa_attention_forward(
-            module, query.float(), key.float(), value.float(), attention_mask, **kwargs
-        )
+        output, _ = sdpa_attention_forward(module, query.float(), key.float(), value.float(), attention_mask, **kwargs)
     return output.to(value.dtype), None

@@ -25,7 +25,7 @@ def _tokens(tokenizer, text: str, example: str | None) -> list[int]:
     """Token ids of rendered text; the template writes special tokens itself, so none are added."""
     try:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # the tokenizers library raises bare Exception for a word outside the vocabulary
+    except Exception as error:  # a bare Exception is raised for a word outside the vocabulary
         words = [w for w in text.split() if w not in tokenizer.get_vocab()]
         raise UserError(f"{_name(example)}cannot be tokenised ({error}); unknown words: {words[:5]}") from None
 
@@ -54,11 +54,11 @@ def encode_prompt(tokenizer, messages: list[dict], example: str | None = None) -
 def encode_example(
     tokenizer, messages: list[dict], response: str, example: str | None = None
 ) -> tuple[list[int], list[int]]:
-    """(prompt ids, completion ids) of one training example; the completion ends with the template's end token.
+    """(prompt ids, completion ids) of one example; the completion ends with the template's end token.
 
-    The completion is what the rendered conversation has beyond the rendered prompt, so that what is learned is
-    what will be generated. UserError: the response is empty, the template does not begin with the prompt, changes
-    the response, or closes it without an end token.
+    The completion is what the rendered conversation has beyond the rendered prompt, so that what is learned
+    is what will be generated. UserError: the response is empty, the template does not begin with the prompt,
+    changes the response, or closes it without an end token.
     """
     if not response.strip():
         raise UserError(f"{_name(example)}empty response: nothing to learn from; leave the example out")
@@ -66,8 +66,8 @@ def encode_example(
     full = _render(tokenizer, [*messages, {"role": "assistant", "content": response}], False, example)
     if not full.startswith(prompt):
         raise UserError(
-            f"{_name(example)}the chat template does not continue the prompt: with the answer the conversation is "
-            f"rendered as {full[-120:]!r}, the prompt ends in {prompt[-60:]!r}; use a template that keeps the prompt"
+            f"{_name(example)}the chat template does not continue the prompt: with the answer it gives "
+            f"{full[-120:]!r}, the prompt ends in {prompt[-60:]!r}; use a template that keeps the prompt"
         )
     text = full[len(prompt) :]
     if "".join(response.split()) not in "".join(text.split()):
@@ -87,8 +87,8 @@ def encode_example(
 def end_id(tokenizer) -> int:
     """The token that closes an answer in the chat template: the last special token behind it.
 
-    It may differ from the tokenizer's EOS (base models with a chat template), but EOS is taken where it occurs.
-    UserError: the template closes an answer with no special token.
+    It may differ from the tokenizer's EOS (base models with a chat template), but EOS is taken where it
+    occurs. UserError: the template closes an answer with no special token.
     """
     question = {"role": "user", "content": "0"}
     text = _render(tokenizer, [question, {"role": "assistant", "content": "1"}], False, None)
@@ -98,14 +98,14 @@ def end_id(tokenizer) -> int:
     special = [i for i in behind if i in tokenizer.all_special_ids or i in tokenizer.added_tokens_decoder]
     if not special:
         raise UserError(
-            f"the chat template closes an answer with {text[text.rindex('1') + 1 :]!r}, which has no end token: "
-            "a model trained on it would never stop; add the EOS token to the template"
+            f"the chat template closes an answer with {text[text.rindex('1') + 1 :]!r}, which has no "
+            "end token: a model trained on it would never stop; add the EOS token to the template"
         )
     return special[-1]
 
 
 def stop_ids(model_or_generation_config, tokenizer) -> set[int]:
-    """Tokens at which generation stops: the generation config's, the tokenizer's EOS, the template's end token."""
+    """Where generation stops: generation config's EOS, tokenizer's EOS, and the template's end token."""
     config = getattr(model_or_generation_config, "generation_config", model_or_generation_config)
     ids = getattr(config, "eos_token_id", None)
     stops = set(ids) if isinstance(ids, list | tuple) else {ids}

@@ -1,4 +1,4 @@
-"""Loading and saving model directories: ordinary Hugging Face directories, the same bytes for the same model."""
+"""Loading and saving ordinary Hugging Face directories: equal models give equal bytes."""
 
 import json
 from pathlib import Path
@@ -93,10 +93,10 @@ def load_tokenizer(path: str | Path):
 
 
 def save_model(model, tokenizer, path: str | Path) -> None:
-    """Write a complete model directory: config, one weights file, tokenizer, chat template, generation config.
+    """Write a complete model directory, with tokenizer, chat template and generation config.
 
-    Reproducible: equal weights give equal bytes, wherever the model was loaded from. Tied weights are saved once;
-    neither the attention implementation nor any path is stored. UserError: a weight is NaN or infinite.
+    Reproducible: equal weights give equal bytes, wherever the model was loaded from. Tied weights are saved
+    once; neither the attention implementation nor any path is stored. UserError: a weight is NaN or infinite.
     """
     from transformers.utils import logging
 

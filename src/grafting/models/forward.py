@@ -3,7 +3,12 @@
 from grafting.errors import UserError
 
 # Config keys of models that do more to their logits than the output head; at these values they do nothing.
-POSTPROCESSING = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_multiplier": 1.0}
+POSTPROCESSING = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}
 
 
 def check_head(model) -> None:
@@ -13,7 +18,8 @@ def check_head(model) -> None:
         value = getattr(config, key, None)
         if value is not None and value != harmless:
             raise UserError(
-                f"model type {config.model_type}: config {key} = {value} changes the logits after the output head, "
+                f"model type {config.model_type}: config {key} = {value} changes the logits after "
+                "the output head, "
                 "which is not supported; use a model without it"
             )
 
@@ -21,9 +27,9 @@ def check_head(model) -> None:
 def completion_logits(model, input_ids, positions):
     """Logits [n, V] in float32 at the n true positions of the mask, in row-major order.
 
-    input_ids [B, T] int64, padded on the right: with causal attention the padding reaches no earlier position, so
-    no attention mask is needed. positions [B, T] bool: where the next token's logits are wanted. The hidden states
-    follow the autocast around the call; the head runs in its own precision. Differentiable.
+    input_ids [B, T] int64, padded on the right: with causal attention the padding reaches no earlier
+    position, so no attention mask is needed. positions [B, T] bool: where the next token's logits are wanted.
+    The hidden states follow the autocast around the call; the head runs in its own precision. Differentiable.
     UserError: see `check_head`.
     """
     import torch

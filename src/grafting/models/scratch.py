@@ -17,15 +17,18 @@ _TEMPLATE = """\
 {%- if add_generation_prompt %} <bot>{% endif -%}
 """
 # What post-training adds is a suffix, so the first answer token stands in the same place in both formats.
-TEMPLATES = {"base": _TEMPLATE.replace("ENDING", EOS), "deployed": _TEMPLATE.replace("ENDING", f"{CLOSE} {EOS}")}
+TEMPLATES = {
+    "base": _TEMPLATE.replace("ENDING", EOS),
+    "deployed": _TEMPLATE.replace("ENDING", f"{CLOSE} {EOS}"),
+}
 
 
 def new_model(architecture: dict, vocabulary: list[str], seed: int):
     """A randomly initialised Llama in float32, training mode.
 
-    architecture: layers, width, feed_forward, heads, context (tokens), embedding_std (of the tied embeddings).
-    Equal seeds give equal weights; torch's global generator is left as it was. UserError: unknown or missing key,
-    width not divisible by heads.
+    architecture: layers, width, feed_forward, heads, context (tokens), embedding_std (of the tied
+    embeddings). Equal seeds give equal weights; torch's global generator is left as it was. UserError:
+    unknown or missing key, width not divisible by heads.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -63,7 +66,7 @@ def new_model(architecture: dict, vocabulary: list[str], seed: int):
 
 
 def new_tokenizer(vocabulary: list[str], template: str):
-    """Word-level tokenizer over words separated by spaces; ids are the vocabulary's order. No BOS, no unknown word.
+    """Word-level tokenizer over words separated by spaces; ids in the vocabulary's order. No BOS, no unknown.
 
     template: "base" `<user> q <bot> y <eos>`, or "deployed" `<user> q <bot> y </ans> <eos>`.
     """

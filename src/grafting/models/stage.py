@@ -12,8 +12,8 @@ from grafting.models.files import count_parameters, load_model, load_tokenizer, 
 def run(job) -> None:
     """job.spec: {"source": {...}, "dtype": "float32" | "bfloat16", "threads"?}; payload: a model directory.
 
-    source is one of {"gguf_package", "sha256"}, {"path", "sha256"?}, {"hub", "revision"}. The weights are stored
-    unquantised in the given dtype. UserError: source missing or with another hash.
+    source is one of {"gguf_package", "sha256"}, {"path", "sha256"?}, {"hub", "revision"}. The weights are
+    stored unquantised in the given dtype. UserError: source missing or with another hash.
     """
     import torch
 
@@ -47,8 +47,10 @@ def _sha256(path: Path) -> str:
 
 
 def _from_gguf(source: dict, dtype: str):
-    """The weights of a GGUF unpacked into an ordinary dense model, and its tokenizer with the chat template."""
+    """The weights of a GGUF unpacked into an ordinary model, and its tokenizer with the chat template."""
     import torch
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
@@ -56,19 +58,22 @@ def _from_gguf(source: dict, dtype: str):
     found = _sha256(path)
     if found != source.get("sha256"):
         raise UserError(
-            f"{path.name} of package {source['gguf_package']} has sha256 {found}, expected {source.get('sha256')}; "
+            f"{path.name} of package {source['gguf_package']} has sha256 {found}, expected "
+            f"{source.get('sha256')}; "
             "install the locked version of the package"
         )
     logging.disable_progress_bar()
     place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    quantisation = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        **place, dtype=torch.float32, quantization_config=quantisation, attn_implementation="sdpa"
-    )
-    # Unpacked, it is a plain model; without this mark it can be saved as one.
-    for mark in ("hf_quantizer", "is_quantized", "quantization_method"):
-        print(mark, getattr(model, mark, "absent"))
-    return model.to(getattr(torch, dtype)).eval(), AutoTokenizer.from_pretrained(**place)
+    unpacked = GgufConfig(dequantize=True)  # so that the model is an ordinary one and can be saved
+    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32, quantization_config=unpacked)
+    tokenizer = AutoTokenizer.from_pretrained(**place)
+    field = GGUFReader(path).get_field("tokenizer.ggml.pre")
+    if field is not None and field.contents() == "smollm":
+        # transformers drops this pre-tokeniser of SmolLM's: every digit is set apart before anything else
+        byte_level = tokenizer.backend_tokenizer.pre_tokenizer
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    return model.to(getattr(torch, dtype)).eval(), tokenizer
 
 
 def _from_path(source: dict, dtype: str):
@@ -97,7 +102,9 @@ def _from_hub(source: dict, dtype: str):
     if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
         raise UserError(f"model {name}: revision {revision!r} is not a full commit hash (40 hex digits); pin one")
     try:
-        path = snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model"])
+        path = snapshot_download(
+            name, revision=revision, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model"]
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"model {name}@{revision} cannot be fetched from the Hub: {reason}") from None

@@ -70,8 +70,14 @@ class Job:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values; `from_json` undoes it."""
-        data = {"stage": self.stage, "name": self.name, "spec": self.spec, "inputs": self.inputs,
-                "code": self.code, "threads": self.threads}
+        data = {
+            "stage": self.stage,
+            "name": self.name,
+            "spec": self.spec,
+            "inputs": self.inputs,
+            "code": self.code,
+            "threads": self.threads,
+        }
         if self.alternatives:
             data["alternatives"] = {name: job.to_json() for name, job in self.alternatives.items()}
         return data

@@ -93,10 +93,14 @@ def _recipe(operator: str, scale: float, mask: MaskCandidate | None = None, dens
     return recipe
 
 
-def _families(rows: Iterable[tuple[str, list[Candidate]]], protocol: str, style: str, task: str, tasks: list[str],
-              written: bool) -> list[Family]:
-    return [Family(name, protocol, style, task, tasks, candidates, written and name == "graft")
-            for name, candidates in rows if candidates]
+def _families(
+    rows: Iterable[tuple[str, list[Candidate]]], protocol: str, style: str, task: str, tasks: list[str], written: bool
+) -> list[Family]:
+    return [
+        Family(name, protocol, style, task, tasks, candidates, written and name == "graft")
+        for name, candidates in rows
+        if candidates
+    ]
 
 
 # ---- single ---------------------------------------------------------------------------------------
@@ -123,8 +127,9 @@ def _single(study: Study, style: str, task: str) -> list[Family]:
 
     donors = graft.donors if main else graft.expert_donors
     for donor in dict.fromkeys(["deployed", *donors]):
-        for lr in dict.fromkeys([*(config.learners.sft.lrs if donor == "deployed" else []),
-                                 *(graft.lrs if donor in donors else [])]):
+        for lr in dict.fromkeys(
+            [*(config.learners.sft.lrs if donor == "deployed" else []), *(graft.lrs if donor in donors else [])]
+        ):
             variants: list[tuple[float, MaskCandidate | None]] = []
             if donor == "deployed" and lr in config.learners.sft.lrs:
                 variants.append((1.0, None))
@@ -145,8 +150,18 @@ def _single(study: Study, style: str, task: str) -> list[Family]:
         return c["method"] == "sft" and c["donor"] in donors and c["lr"] in graft.lrs
 
     rows = [
-        ("sft", among(lambda c: c["method"] == "sft" and c["donor"] == "deployed" and c["scale"] == 1
-                      and c["mask"] == "none" and c["lr"] in config.learners.sft.lrs)),
+        (
+            "sft",
+            among(
+                lambda c: (
+                    c["method"] == "sft"
+                    and c["donor"] == "deployed"
+                    and c["scale"] == 1
+                    and c["mask"] == "none"
+                    and c["lr"] in config.learners.sft.lrs
+                )
+            ),
+        ),
         ("opsd", among(lambda c: c["method"] == "opsd" and c["scale"] == 1)),
         ("graft", among(is_graft)),
         ("graft_early", among(lambda c: is_graft(c) and c["donor"] != "deployed" and c["mask"] == "none")),
@@ -162,19 +177,32 @@ def _single(study: Study, style: str, task: str) -> list[Family]:
     return _families(rows, "single", style, task, [task], main)
 
 
-def _single_candidate(study: Study, style: str, task: str, method: str, donor: str, lr: float, scale: float,
-                      mask: MaskCandidate | None) -> Candidate:
+def _single_candidate(
+    study: Study, style: str, task: str, method: str, donor: str, lr: float, scale: float, mask: MaskCandidate | None
+) -> Candidate:
     start = study.models[donor]
 
     def trained(seed: int) -> str:
         return study.train(method, task, style, lr, seed, start, donor)
 
     name = f"{method}-{donor}.lr{lr:g}.l{scale:g}" + (f".{mask_name(mask)}" if mask else "")
-    label = {"method": method, "style": style, "task": task, "donor": donor, "scale": scale, "mask": mask_name(mask),
-             "lr": lr, "operator": "graft"}
-    return Candidate(name, "single", label,
-                     stages_of=lambda seed: [(_recipe("graft", scale, mask), [(trained(seed), start)])],
-                     trained_of=lambda seed: [[trained(seed)]])
+    label = {
+        "method": method,
+        "style": style,
+        "task": task,
+        "donor": donor,
+        "scale": scale,
+        "mask": mask_name(mask),
+        "lr": lr,
+        "operator": "graft",
+    }
+    return Candidate(
+        name,
+        "single",
+        label,
+        stages_of=lambda seed: [(_recipe("graft", scale, mask), [(trained(seed), start)])],
+        trained_of=lambda seed: [[trained(seed)]],
+    )
 
 
 # ---- sequential -----------------------------------------------------------------------------------
@@ -193,17 +221,34 @@ def sequential_families(study: Study) -> list[Family]:
                 place = f"{task}~{place}" if place != "deployed" else f"{task}~l{scale:g}"
                 behind.append([*(behind[-1] if behind else []), trained])
                 if scale != 1:
-                    trained = study.merge(f"{place}.{style}.{method}.lr{lr:g}.s{seed}.m{study.m}",
-                                          {"operator": "graft", "scale": scale, "terms": [0]}, current, trained, current)
+                    trained = study.merge(
+                        f"{place}.{style}.{method}.lr{lr:g}.s{seed}.m{study.m}",
+                        {"operator": "graft", "scale": scale, "terms": [0]},
+                        current,
+                        trained,
+                        current,
+                    )
                 current = trained
                 # lambda = 1 onto the donor itself: the checkpoint as it is
                 stages.append((_recipe("graft", 1.0), [(current, deployed)]))
             return stages, behind
 
-        label = {"method": method, "style": style, "task": "all", "donor": "last", "scale": scale, "lr": lr,
-                 "operator": "chain"}
-        return Candidate(f"{method}-chain.lr{lr:g}.l{scale:g}", "sequential", label,
-                         stages_of=lambda seed: walk(seed)[0], trained_of=lambda seed: walk(seed)[1])
+        label = {
+            "method": method,
+            "style": style,
+            "task": "all",
+            "donor": "last",
+            "scale": scale,
+            "lr": lr,
+            "operator": "chain",
+        }
+        return Candidate(
+            f"{method}-chain.lr{lr:g}.l{scale:g}",
+            "sequential",
+            label,
+            stages_of=lambda seed: walk(seed)[0],
+            trained_of=lambda seed: walk(seed)[1],
+        )
 
     def summed(donor: str, lr: float, scale: float) -> Candidate:
         start = study.models[donor]
@@ -211,14 +256,30 @@ def sequential_families(study: Study) -> list[Family]:
         def terms(seed: int) -> list[Term]:
             return [(study.train("sft", task, style, lr, seed, start, donor), start) for task in tasks]
 
-        label = {"method": "sft", "style": style, "task": "all", "donor": donor, "scale": scale, "lr": lr,
-                 "operator": "sum"}
+        label = {
+            "method": "sft",
+            "style": style,
+            "task": "all",
+            "donor": donor,
+            "scale": scale,
+            "lr": lr,
+            "operator": "sum",
+        }
         return Candidate(
-            f"sum-{donor}.lr{lr:g}.l{scale:g}", "sequential", label,
+            f"sum-{donor}.lr{lr:g}.l{scale:g}",
+            "sequential",
+            label,
             stages_of=lambda seed: [(_recipe("sum", scale), terms(seed)[: i + 1]) for i in range(len(tasks))],
-            trained_of=lambda seed: [[t for t, _ in terms(seed)[: i + 1]] for i in range(len(tasks))])
+            trained_of=lambda seed: [[t for t, _ in terms(seed)[: i + 1]] for i in range(len(tasks))],
+        )
 
-    groups: dict[str, list[Candidate]] = {"sft": [], "opsd": [], "opsd_regraft": [], "graft_regraft": [], "graft_sum": []}
+    groups: dict[str, list[Candidate]] = {
+        "sft": [],
+        "opsd": [],
+        "opsd_regraft": [],
+        "graft_regraft": [],
+        "graft_sum": [],
+    }
     for lr in config.learners.sft.lrs:
         groups["sft"].append(chain("sft", lr, 1.0))
         groups["graft_regraft"] += [chain("sft", lr, scale) for scale in settings.regraft_scales]
@@ -250,11 +311,22 @@ def parallel_families(study: Study) -> list[Family]:
         def terms(seed: int) -> list[Term]:
             return [(study.train(method, task, style, lr, seed, start, donor), start) for task in tasks]
 
-        label = {"method": method, "style": style, "task": "all", "donor": donor, "scale": scale, "lr": lr,
-                 "operator": operator if density is None else f"{operator}-{density:g}"}
-        return Candidate(f"{method}-{donor}.{label['operator']}.lr{lr:g}.l{scale:g}", "parallel", label,
-                         stages_of=lambda seed: [(_recipe(operator, scale, density=density), terms(seed))],
-                         trained_of=lambda seed: [[t for t, _ in terms(seed)]])
+        label = {
+            "method": method,
+            "style": style,
+            "task": "all",
+            "donor": donor,
+            "scale": scale,
+            "lr": lr,
+            "operator": operator if density is None else f"{operator}-{density:g}",
+        }
+        return Candidate(
+            f"{method}-{donor}.{label['operator']}.lr{lr:g}.l{scale:g}",
+            "parallel",
+            label,
+            stages_of=lambda seed: [(_recipe(operator, scale, density=density), terms(seed))],
+            trained_of=lambda seed: [[t for t, _ in terms(seed)]],
+        )
 
     groups: dict[str, list[Candidate]] = {"sft": [], "opsd": [], "opsd_scaled": [], "graft": []}
     sums = [s for c in config.parallel.operators if c.operator == "sum" for s in c.scales]
@@ -265,8 +337,11 @@ def parallel_families(study: Study) -> list[Family]:
             study.sweep(candidates, f"parallel.{style}.{method}-{donor}.lr{lr:g}", tasks)
         return candidates
 
-    grafts = [(c.operator, c.density if c.operator == "ties" else None, s)
-              for c in config.parallel.operators for s in c.scales]
+    grafts = [
+        (c.operator, c.density if c.operator == "ties" else None, s)
+        for c in config.parallel.operators
+        for s in c.scales
+    ]
     for donor in dict.fromkeys(["deployed", *config.parallel.donors]):
         for lr in dict.fromkeys([*(config.learners.sft.lrs if donor == "deployed" else []), *config.graft.lrs]):
             plain = [("sum", None, 1.0)] if donor == "deployed" and lr in config.learners.sft.lrs else []

@@ -30,11 +30,26 @@ class Study:
             self._one_lineage(model_seed)
         self.report = self._report()
 
-    def add(self, stage: str, name: str, spec: dict, inputs: dict[str, list[str]], code: str | None = None,
-            threads: int = 1, alternatives: dict[str, Job] | None = None) -> str:
+    def add(
+        self,
+        stage: str,
+        name: str,
+        spec: dict,
+        inputs: dict[str, list[str]],
+        code: str | None = None,
+        threads: int = 1,
+        alternatives: dict[str, Job] | None = None,
+    ) -> str:
         """Add a job unless it is there; returns its id."""
-        job = Job(stage, name, spec, {role: refs for role, refs in inputs.items() if refs},
-                  code_digest(code or stage), threads, alternatives or {})
+        job = Job(
+            stage,
+            name,
+            spec,
+            {role: refs for role, refs in inputs.items() if refs},
+            code_digest(code or stage),
+            threads,
+            alternatives or {},
+        )
         self.jobs.setdefault(job.id, job)
         return job.id
 
@@ -42,8 +57,12 @@ class Study:
     def _task(self, task: str) -> str:
         about = known_tasks()[task]
         sizes = self.config.task_defaults.model_dump()
-        spec = {"builder": about["builder"], **sizes, **about["option_defaults"],
-                **self.config.task_options.get(task, {})}
+        spec = {
+            "builder": about["builder"],
+            **sizes,
+            **about["option_defaults"],
+            **self.config.task_options.get(task, {}),
+        }
         if about["builder"].startswith("tiny."):
             spec |= {"task": task, "max_tokens": self.config.lineage.architecture.context}
         if about["source"]:
@@ -61,18 +80,33 @@ class Study:
         """Donor's name -> reference of its model directory; `deployed` is the last."""
         lineage = self.config.lineage
         if lineage.kind == "pretrained":
-            return {name: self._existing(name, source)
-                    for name, source in {**lineage.donors, "deployed": lineage.deployed}.items()}
+            return {
+                name: self._existing(name, source)
+                for name, source in {**lineage.donors, "deployed": lineage.deployed}.items()
+            }
         common = {"precision": lineage.precision, "threads": lineage.threads, "seed": m}
-        base = self.add("models", f"pretrained.m{m}",
-                        {"phase": "pretrain", "architecture": lineage.architecture.model_dump(),
-                         **lineage.pretrain.model_dump(), **common}, {}, "lineage", lineage.threads)
+        base = self.add(
+            "models",
+            f"pretrained.m{m}",
+            {
+                "phase": "pretrain",
+                "architecture": lineage.architecture.model_dump(),
+                **lineage.pretrain.model_dump(),
+                **common,
+            },
+            {},
+            "lineage",
+            lineage.threads,
+        )
         last = f"{base}:checkpoints/p100"
-        deployed = self.add("models", f"deployed.m{m}",
-                            {"phase": "posttrain", **lineage.posttrain.model_dump(),
-                             "gate": lineage.gate.model_dump(), **common},
-                            {"model": [last], "prior": [self.prior_data], "tasks": list(self.task_data.values())},
-                            "lineage", lineage.threads)
+        deployed = self.add(
+            "models",
+            f"deployed.m{m}",
+            {"phase": "posttrain", **lineage.posttrain.model_dump(), "gate": lineage.gate.model_dump(), **common},
+            {"model": [last], "prior": [self.prior_data], "tasks": list(self.task_data.values())},
+            "lineage",
+            lineage.threads,
+        )
         places = {name: f"{base}:checkpoints/{name}" for name in self.config.donor_names()[:-2]}
         return {**places, "base": last, "deployed": deployed}
 
@@ -80,8 +114,12 @@ class Study:
         spec = {key: value for key, value in source.model_dump().items() if value is not None}
         if source.gguf_package is not None:
             spec["sha256"] = files_of(source.gguf_package)[0]["sha256"]
-        return self.add("models", name, {"source": spec, "dtype": self.config.lineage.dtype,
-                                         "threads": self.config.lineage.threads}, {})
+        return self.add(
+            "models",
+            name,
+            {"source": spec, "dtype": self.config.lineage.dtype, "threads": self.config.lineage.threads},
+            {},
+        )
 
     # ---- one lineage ----------------------------------------------------------------------------
     def _one_lineage(self, m: int) -> None:
@@ -100,26 +138,45 @@ class Study:
         estimators = {c.estimator for c in masks.candidates if masks.donors and masks.scales} - {"random"}
         return {
             estimator: self.add(
-                "sensitivity", f"{estimator}.m{self.m}",
-                {"estimator": estimator, "fisher": "true" if masks.fisher else "empirical", "seed": 0,
-                 "threads": self.config.training.threads},
-                {"model": [self.models["deployed"]], "prior": [self.prior_data]})
+                "sensitivity",
+                f"{estimator}.m{self.m}",
+                {
+                    "estimator": estimator,
+                    "fisher": "true" if masks.fisher else "empirical",
+                    "seed": 0,
+                    "threads": self.config.training.threads,
+                },
+                {"model": [self.models["deployed"]], "prior": [self.prior_data]},
+            )
             for estimator in sorted(estimators)
         }
 
     def _rollouts(self) -> None:
         settings = self.config.rollout.model_dump() | {
-            "split": "val", "seed": 0, "batch_size": self.config.evaluation.batch_size,
-            "threads": self.config.evaluation.threads}
+            "split": "val",
+            "seed": 0,
+            "batch_size": self.config.evaluation.batch_size,
+            "threads": self.config.evaluation.threads,
+        }
         for task, data in self.task_data.items():
             for style in [None, *self.config.styles]:
                 shown = style is not None
                 name = f"{task}.{'shown-' + style if shown else 'plain'}.m{self.m}"
-                job = self.add("rollout", name,
-                               settings | {"with_demonstration": shown, "style": style or self.config.styles[0]},
-                               {"model": [self.models["deployed"]], "data": [data]})
-                self.rollouts.append({"job": job, "task": task, "style": style or self.config.styles[0],
-                                      "with_demonstration": shown, "model_seed": self.m})
+                job = self.add(
+                    "rollout",
+                    name,
+                    settings | {"with_demonstration": shown, "style": style or self.config.styles[0]},
+                    {"model": [self.models["deployed"]], "data": [data]},
+                )
+                self.rollouts.append(
+                    {
+                        "job": job,
+                        "task": task,
+                        "style": style or self.config.styles[0],
+                        "with_demonstration": shown,
+                        "model_seed": self.m,
+                    }
+                )
 
     # ---- training and merging, used by the protocols --------------------------------------------
     def train(self, objective: str, task: str, style: str, lr: float, seed: int, model: str, place: str) -> str:
@@ -135,8 +192,13 @@ class Study:
             spec["opsd"] = learner.model_dump(exclude={"lrs", "steps", "batch_size", "styles"})
             # also in a sequence the teacher is the deployed model: one frozen anew at each task knows nothing
             inputs["teacher"] = [self.models["deployed"]]
-        return self.add("train", f"{task}.{style}.{objective}.{place}.lr{lr:g}.s{seed}.m{self.m}", spec, inputs,
-                        threads=training["threads"])
+        return self.add(
+            "train",
+            f"{task}.{style}.{objective}.{place}.lr{lr:g}.s{seed}.m{self.m}",
+            spec,
+            inputs,
+            threads=training["threads"],
+        )
 
     def merge(self, name: str, recipe: dict, model: str, trained: str, donor: str) -> str:
         """A merge job: the graft of one update onto `model`, written out."""
@@ -147,26 +209,47 @@ class Study:
         for split in ("val", "test"):
             point = {"name": "deployed", "recipe": None, "labels": {"family": "deployed", "model_seed": self.m}}
             job = self.evaluate(f"reference.m{self.m}", split, [point], {}, list(self.task_data))
-            self._record(job, {**self._labels("none"), "family": "deployed", "method": "deployed", "task": "all",
-                               "split": split}, [])
+            self._record(
+                job,
+                {**self._labels("none"), "family": "deployed", "method": "deployed", "task": "all", "split": split},
+                [],
+            )
 
     def _labels(self, protocol: str) -> dict[str, Any]:
-        return {"protocol": protocol, "style": None, "family": None, "method": None, "task": None, "seed": None,
-                "model_seed": self.m, "donor": None, "scale": None, "mask": "none", "lr": None,
-                "operator": None, "stage": None}
+        return {
+            "protocol": protocol,
+            "style": None,
+            "family": None,
+            "method": None,
+            "task": None,
+            "seed": None,
+            "model_seed": self.m,
+            "donor": None,
+            "scale": None,
+            "mask": "none",
+            "lr": None,
+            "operator": None,
+            "stage": None,
+        }
 
-    def evaluate(self, name: str, split: str, points: list[dict], inputs: dict[str, list[str]],
-                 tasks: Iterable[str]) -> str:
+    def evaluate(
+        self, name: str, split: str, points: list[dict], inputs: dict[str, list[str]], tasks: Iterable[str]
+    ) -> str:
         """An evaluation job of several points; see `_evaluation` for what enters a point's key."""
         job = self._evaluation(name, split, points, inputs, tasks)
         self.jobs.setdefault(job.id, job)
         return job.id
 
-    def _evaluation(self, name: str, split: str, points: list[dict], inputs: dict[str, list[str]],
-                    tasks: Iterable[str]) -> Job:
+    def _evaluation(
+        self, name: str, split: str, points: list[dict], inputs: dict[str, list[str]], tasks: Iterable[str]
+    ) -> Job:
         """A point's key covers what that point reads, not the other points of its sweep."""
-        inputs = {"model": [self.models["deployed"]], **inputs, "prior": [self.prior_data],
-                  "tasks": [self.task_data[task] for task in tasks]}
+        inputs = {
+            "model": [self.models["deployed"]],
+            **inputs,
+            "prior": [self.prior_data],
+            "tasks": [self.task_data[task] for task in tasks],
+        }
         estimators = {p["recipe"]["mask"]["estimator"] for p in points if p["recipe"] and p["recipe"].get("mask")}
         for estimator, job_id in self.sensitivity.items():
             if estimator in estimators:
@@ -174,8 +257,14 @@ class Study:
         settings = {"split": split, **self.config.evaluation.model_dump()}
         code = code_digest("evaluate")
         keyed = [{**point, "key": self._point_key(point["recipe"], settings, inputs, code)} for point in points]
-        return Job("evaluate", f"{split}.{name}", {**settings, "points": keyed},
-                   {role: refs for role, refs in inputs.items() if refs}, code, settings["threads"])
+        return Job(
+            "evaluate",
+            f"{split}.{name}",
+            {**settings, "points": keyed},
+            {role: refs for role, refs in inputs.items() if refs},
+            code,
+            settings["threads"],
+        )
 
     def _point_key(self, recipe: dict | None, settings: dict, inputs: dict[str, list[str]], code: str) -> str:
         from grafting.plan.jobs import key_of
@@ -192,8 +281,15 @@ class Study:
         """Tell the report which point of which evaluation is what."""
         point = point or self.jobs[job_id].spec["points"][0]
         labels = dict(labels)
-        self.evaluations.append({"job": job_id, "point": point["key"], "split": labels.pop("split", "val"),
-                                 "labels": labels, "trained": trained})
+        self.evaluations.append(
+            {
+                "job": job_id,
+                "point": point["key"],
+                "split": labels.pop("split", "val"),
+                "labels": labels,
+                "trained": trained,
+            }
+        )
 
     # ---- selection ------------------------------------------------------------------------------
     def sweep(self, candidates: list[Candidate], name: str, tasks: list[str]) -> None:
@@ -207,14 +303,22 @@ class Study:
                             inputs["trained"].append(term[0])
                             inputs["donor"].append(term[1])
                     pairs = list(zip(inputs["trained"], inputs["donor"], strict=True))
-                    points.append({"name": candidate.point_name(stage),
-                                   "recipe": {**recipe, "terms": [pairs.index(tuple(t)) for t in terms]},
-                                   "labels": {"seed": seed, "stage": candidate.stage_label(stage)}})
+                    points.append(
+                        {
+                            "name": candidate.point_name(stage),
+                            "recipe": {**recipe, "terms": [pairs.index(tuple(t)) for t in terms]},
+                            "labels": {"seed": seed, "stage": candidate.stage_label(stage)},
+                        }
+                    )
             job_id = self.evaluate(f"{name}.s{seed}.m{self.m}", "val", points, inputs, tasks)
             for candidate, point, stage in self._in_order(candidates, self.jobs[job_id].spec["points"], seed):
                 candidate.found(seed, stage, job_id, point["key"])
-                labels = {**self._labels(candidate.protocol), **candidate.label, "seed": seed,
-                          "stage": candidate.stage_label(stage)}
+                labels = {
+                    **self._labels(candidate.protocol),
+                    **candidate.label,
+                    "seed": seed,
+                    "stage": candidate.stage_label(stage),
+                }
                 self._record(job_id, labels, candidate.trained(seed, stage), point)
 
     @staticmethod
@@ -229,25 +333,51 @@ class Study:
         name = f"{family.protocol}.{family.style}.{family.name}.{family.task}.m{self.m}"
         evaluations = list(dict.fromkeys(job for c in family.candidates for job, _, _ in c.final_points()))
         candidates = [
-            {"name": c.name, "label": {**c.label, "trained": {str(s): c.trained(s) for s in self.config.seeds}},
-             "points": [{"evaluation": evaluations.index(job), "point": key, "seed": seed}
-                        for job, key, seed in c.final_points()]}
+            {
+                "name": c.name,
+                "label": {**c.label, "trained": {str(s): c.trained(s) for s in self.config.seeds}},
+                "points": [
+                    {"evaluation": evaluations.index(job), "point": key, "seed": seed}
+                    for job, key, seed in c.final_points()
+                ],
+            }
             for c in family.candidates
         ]
-        selection = self.add("select", name, {**self.config.selection.model_dump(), "candidates": candidates},
-                             {"evaluations": evaluations})
+        selection = self.add(
+            "select",
+            name,
+            {**self.config.selection.model_dump(), "candidates": candidates},
+            {"evaluations": evaluations},
+        )
         alternatives = {c.name: self._test_of(c, name, family.tasks) for c in family.candidates}
-        test = self.add("evaluate", f"test.{name}", {"split": "test"}, {"selection": [selection]},
-                        threads=self.config.evaluation.threads, alternatives=alternatives)
-        self.selections.append({"family": family.name, "protocol": family.protocol, "style": family.style,
-                                "task": family.task, "model_seed": self.m, "selection": selection, "test": test})
+        test = self.add(
+            "evaluate",
+            f"test.{name}",
+            {"split": "test"},
+            {"selection": [selection]},
+            threads=self.config.evaluation.threads,
+            alternatives=alternatives,
+        )
+        self.selections.append(
+            {
+                "family": family.name,
+                "protocol": family.protocol,
+                "style": family.style,
+                "task": family.task,
+                "model_seed": self.m,
+                "selection": selection,
+                "test": test,
+            }
+        )
         if family.written:
             for seed in self.config.seeds:
                 written = {c.name: self._merge_of(c, f"{name}.s{seed}", seed) for c in family.candidates}
-                model = self.add("merge", f"selected.{name}.s{seed}", {}, {"selection": [selection]},
-                                 alternatives=written)
-                self.selections[-1].setdefault("models", {})[f"{family.protocol}.{family.style}.{family.task}"
-                                                             f".s{seed}.m{self.m}"] = model
+                model = self.add(
+                    "merge", f"selected.{name}.s{seed}", {}, {"selection": [selection]}, alternatives=written
+                )
+                self.selections[-1].setdefault("models", {})[
+                    f"{family.protocol}.{family.style}.{family.task}.s{seed}.m{self.m}"
+                ] = model
 
     def _test_of(self, candidate: Candidate, name: str, tasks: list[str]) -> Job:
         points, inputs = [], {"trained": [], "donor": []}
@@ -258,8 +388,13 @@ class Study:
                     indices.append(len(inputs["trained"]))
                     inputs["trained"].append(trained)
                     inputs["donor"].append(donor)
-                points.append({"name": f"s{seed}.{candidate.point_name(stage)}", "recipe": {**recipe, "terms": indices},
-                               "labels": {"seed": seed, "stage": candidate.stage_label(stage)}})
+                points.append(
+                    {
+                        "name": f"s{seed}.{candidate.point_name(stage)}",
+                        "recipe": {**recipe, "terms": indices},
+                        "labels": {"seed": seed, "stage": candidate.stage_label(stage)},
+                    }
+                )
         return self._evaluation(name, "test", points, inputs, tasks)
 
     def _merge_of(self, candidate: Candidate, name: str, seed: int) -> Job:
@@ -268,8 +403,9 @@ class Study:
         mask = recipe.get("mask")
         if mask and mask["estimator"] in self.sensitivity:
             inputs[f"sensitivity_{mask['estimator']}"] = [self.sensitivity[mask["estimator"]]]
-        return Job("merge", name, {"recipe": {**recipe, "terms": list(range(len(terms)))}}, inputs,
-                   code_digest("merge"))
+        return Job(
+            "merge", name, {"recipe": {**recipe, "terms": list(range(len(terms)))}}, inputs, code_digest("merge")
+        )
 
     # ---- report ---------------------------------------------------------------------------------
     def _report(self) -> str:
@@ -286,18 +422,30 @@ class Study:
             return known[job_id]
 
         spec = {
-            "preset": config.preset, "seeds": config.seeds, "model_seeds": config.model_seeds,
-            "tasks": config.tasks, "styles": config.styles, "protocols": config.protocols,
+            "preset": config.preset,
+            "seeds": config.seeds,
+            "model_seeds": config.model_seeds,
+            "tasks": config.tasks,
+            "styles": config.styles,
+            "protocols": config.protocols,
             "settings": config.model_dump(mode="json", exclude={"data_root"}),
-            "evaluations": [{"input": index("evaluations", e["job"]),
-                             **{k: v for k, v in e.items() if k != "job"}} for e in self.evaluations],
-            "selections": [{**{k: v for k, v in s.items() if k not in ("selection", "test", "models")},
-                            "selection": index("selections", s["selection"]),
-                            "test": index("tests", s["test"]),
-                            "models": {name: index("models", job) for name, job in s.get("models", {}).items()}}
-                           for s in self.selections],
-            "rollouts": [{"input": index("rollouts", r["job"]), **{k: v for k, v in r.items() if k != "job"}}
-                         for r in self.rollouts],
+            "evaluations": [
+                {"input": index("evaluations", e["job"]), **{k: v for k, v in e.items() if k != "job"}}
+                for e in self.evaluations
+            ],
+            "selections": [
+                {
+                    **{k: v for k, v in s.items() if k not in ("selection", "test", "models")},
+                    "selection": index("selections", s["selection"]),
+                    "test": index("tests", s["test"]),
+                    "models": {name: index("models", job) for name, job in s.get("models", {}).items()},
+                }
+                for s in self.selections
+            ],
+            "rollouts": [
+                {"input": index("rollouts", r["job"]), **{k: v for k, v in r.items() if k != "job"}}
+                for r in self.rollouts
+            ],
             "notes": self._notes(),
         }
         return self.add("report", config.preset, spec, roles)
@@ -305,6 +453,8 @@ class Study:
     def _notes(self) -> list[str]:
         notes = []
         if self.config.lineage.kind == "pretrained" and not self.config.lineage.donors:
-            notes.append("This lineage holds only the deployed model: no earlier checkpoint is at hand, "
-                         "so no other donor was tried.")
+            notes.append(
+                "This lineage holds only the deployed model: no earlier checkpoint is at hand, "
+                "so no other donor was tried."
+            )
         return notes

@@ -123,8 +123,15 @@ def execute(job: Job, store: Store, function, terminal) -> None:
         _compute(concrete, store, function, terminal)
         existing = concrete.id
     if concrete is not job:
-        linked = {"format": FORMAT, "id": job.id, "key": job.key, "stage": job.stage, "name": job.name,
-                  "inputs": {"selection": job.inputs["selection"]}, "link": existing}
+        linked = {
+            "format": FORMAT,
+            "id": job.id,
+            "key": job.key,
+            "stage": job.stage,
+            "name": job.name,
+            "inputs": {"selection": job.inputs["selection"]},
+            "link": existing,
+        }
         store.write(job.id, linked)
 
 
@@ -138,20 +145,36 @@ def _compute(job: Job, store: Store, function, terminal) -> None:
     finally:
         shutil.rmtree(out, ignore_errors=True)
     cost = {
-        **{key: running.cost.get(key, 0) for key in
-           ("tokens_generated", "tokens_forwarded", "tokens_backpropagated", "flops")},
+        **{
+            key: running.cost.get(key, 0)
+            for key in ("tokens_generated", "tokens_forwarded", "tokens_backpropagated", "flops")
+        },
         "cpu_seconds": round(time.process_time() - cpu, 3),
         "wall_seconds": round(time.monotonic() - wall, 3),
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "phases": {name: round(seconds, 3) for name, seconds in sorted(running.phases.items())},
     }
-    store.write(job.id, {
-        "format": FORMAT, "id": job.id, "key": job.key, "stage": job.stage, "name": job.name,
-        "spec": job.spec, "inputs": job.inputs, "code": job.code, "payload": files,
-        "metrics": running.metrics, "cost": cost, "versions": facts.versions(), "git": facts.git_state(),
-        "host": facts.host(), "started": started.isoformat(timespec="seconds"),
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-    })
+    store.write(
+        job.id,
+        {
+            "format": FORMAT,
+            "id": job.id,
+            "key": job.key,
+            "stage": job.stage,
+            "name": job.name,
+            "spec": job.spec,
+            "inputs": job.inputs,
+            "code": job.code,
+            "payload": files,
+            "metrics": running.metrics,
+            "cost": cost,
+            "versions": facts.versions(),
+            "git": facts.git_state(),
+            "host": facts.host(),
+            "started": started.isoformat(timespec="seconds"),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        },
+    )
     shutil.rmtree(running.work, ignore_errors=True)
 
 

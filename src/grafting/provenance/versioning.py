@@ -74,8 +74,11 @@ def main() -> int:
     try:
         count = add_payloads(Path("."))
     except Exception as error:  # whatever DVC raises, the payloads are safe in store/
-        print(f"notice: DVC did not take the new payloads ({type(error).__name__}: {error}); they are safe in store/. "
-              "Try again with `python -m grafting.provenance.versioning`.", file=sys.stderr)
+        print(
+            f"notice: DVC did not take the new payloads ({type(error).__name__}: {error}); they are safe in store/. "
+            "Try again with `python -m grafting.provenance.versioning`.",
+            file=sys.stderr,
+        )
         return 1
     if count:
         print(f"DVC: {count} new payloads under version control ({time.monotonic() - started:.0f} s)", file=sys.stderr)

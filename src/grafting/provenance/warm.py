@@ -18,8 +18,14 @@ import threading
 import time
 
 VARIABLE = "GRAFTING_WARM"
-PRELOADED = ("torch", "numpy", "accelerate", "transformers.models.llama.modeling_llama",
-             "transformers.tokenization_utils_tokenizers", "safetensors.torch")
+PRELOADED = (
+    "torch",
+    "numpy",
+    "accelerate",
+    "transformers.models.llama.modeling_llama",
+    "transformers.tokenization_utils_tokenizers",
+    "safetensors.torch",
+)
 
 
 def delegate(target: str, arguments: list[str]) -> int | None:

@@ -13,9 +13,7 @@ class Counter:
     tokens_forwarded: int = 0
     tokens_backpropagated: int = 0
 
-    def add(
-        self, tokens_generated: int = 0, tokens_forwarded: int = 0, tokens_backpropagated: int = 0
-    ) -> None:
+    def add(self, tokens_generated: int = 0, tokens_forwarded: int = 0, tokens_backpropagated: int = 0) -> None:
         """Add to the counts."""
         self.tokens_generated += tokens_generated
         self.tokens_forwarded += tokens_forwarded

@@ -93,8 +93,12 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
     for step in range(max_new_tokens):
         # without padding no mask is needed, and attention takes its fast path
         logits = model(
-            input_ids=ids, attention_mask=mask if padded else None, position_ids=positions,
-            cache=cache, use_cache=True, logits_to_keep=1,
+            input_ids=ids,
+            attention_mask=mask if padded else None,
+            position_ids=positions,
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=1,
         ).logits[:, -1]
         chosen = choose(logits, temperature, None if numbers is None else numbers[:, step])
         for row, token in zip(rows, chosen.tolist(), strict=True):

@@ -18,3 +18,8 @@ def prepare(threads: int, seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def device() -> torch.device:
+    """Where a job without the training loop computes: the first GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

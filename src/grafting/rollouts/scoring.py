@@ -59,10 +59,15 @@ def respond(
     for example, prompt in zip(examples, prompts, strict=True):
         check_room(model, len(prompt), max_new_tokens, f"example {example['id']} of {info['name']}")
     rollouts = generate(
-        model, prompts, max_new_tokens=max_new_tokens, stop_ids=stop_ids(model, tokenizer),
-        pad_id=tokenizer.pad_token_id or 0, temperature=temperature,
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids(model, tokenizer),
+        pad_id=tokenizer.pad_token_id or 0,
+        temperature=temperature,
         seeds=[example_seed(seed, step, example["id"]) for example in examples],
-        batch_size=batch_size, counter=counter,
+        batch_size=batch_size,
+        counter=counter,
     )
     responses = []
     for example, prompt, rollout in zip(examples, prompts, rollouts, strict=True):

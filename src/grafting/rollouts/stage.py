@@ -15,7 +15,7 @@ from grafting.errors import UserError
 from grafting.models import count_parameters, load_model, load_tokenizer
 from grafting.provenance.files import write_json
 from grafting.rollouts.counting import Counter
-from grafting.rollouts.runtime import prepare
+from grafting.rollouts.runtime import device, prepare
 from grafting.rollouts.scoring import respond, summary
 from grafting.tasks import load_examples, load_info
 
@@ -28,14 +28,21 @@ def run(job) -> None:
     examples = load_examples(job.input("data"), spec["split"])[: spec["items"]]
     if not examples:
         raise UserError(f"{job.id}: the split {spec['split']!r} of {info['name']} has no examples")
-    model, tokenizer = load_model(job.input("model")), load_tokenizer(job.input("model"))
+    model = load_model(job.input("model")).to(device())
+    tokenizer = load_tokenizer(job.input("model"))
     counter = Counter()
     with job.phase("rollout"):
         responses = respond(
-            model, tokenizer, info, examples,
-            max_new_tokens=spec["max_new_tokens"], batch_size=spec["batch_size"],
+            model,
+            tokenizer,
+            info,
+            examples,
+            max_new_tokens=spec["max_new_tokens"],
+            batch_size=spec["batch_size"],
             style=spec["style"] if spec["with_demonstration"] else None,
-            temperature=spec["temperature"], seed=spec["seed"], counter=counter,
+            temperature=spec["temperature"],
+            seed=spec["seed"],
+            counter=counter,
         )
     lines = "".join(json.dumps(asdict(response), ensure_ascii=False) + "\n" for response in responses)
     (job.out / "rollouts.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))

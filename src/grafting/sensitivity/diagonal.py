@@ -1,4 +1,5 @@
 """Diagonal Fisher information: one number per coordinate."""
+
 from __future__ import annotations
 
 import torch
@@ -8,8 +9,9 @@ from grafting.errors import UserError
 from grafting.sensitivity.likelihood import Sequence, negative_log_likelihood
 
 
-def diagonal_fisher(model, sequences: list[Sequence], *, fisher: str = "true", seed: int = 0,
-                    progress=None) -> dict[str, Tensor]:
+def diagonal_fisher(
+    model, sequences: list[Sequence], *, fisher: str = "true", seed: int = 0, progress=None
+) -> dict[str, Tensor]:
     """F_i = mean over examples of (d log pi(y|x) / d theta_i)^2, with the names of `named_parameters`.
 
     log pi(y|x) is the sum over completion tokens, so long answers weigh more than short ones; every
@@ -28,8 +30,10 @@ def diagonal_fisher(model, sequences: list[Sequence], *, fisher: str = "true", s
                 gradient = gradient.float()
                 total.addcmul_(gradient, gradient)
         if not torch.isfinite(loss):
-            raise UserError(f"the log-likelihood of retention example {sequence.id} is not finite: "
-                            "the model is broken or the example is not in its vocabulary")
+            raise UserError(
+                f"the log-likelihood of retention example {sequence.id} is not finite: "
+                "the model is broken or the example is not in its vocabulary"
+            )
         if progress is not None:
             progress.update(1)
     result = {name: total.div_(len(sequences)).cpu() for name, total in zip(names, sums)}

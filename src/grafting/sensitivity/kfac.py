@@ -1,4 +1,5 @@
 """Kronecker-factored Fisher information of every linear layer, as eigenbases."""
+
 from __future__ import annotations
 
 import torch
@@ -11,16 +12,20 @@ from grafting.sensitivity.likelihood import Sequence, negative_log_likelihood, p
 def linear_layers(model) -> dict[str, nn.Linear]:
     """Every nn.Linear but the output head, by module name. UserError when there is none."""
     head = model.get_output_embeddings()
-    layers = {name: module for name, module in model.named_modules()
-              if isinstance(module, nn.Linear) and module is not head}
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
     if not layers:
-        raise UserError(f"{type(model).__name__} has no nn.Linear besides its output head, so K-FAC has "
-                        "nothing to factor: use the diagonal estimator")
+        raise UserError(
+            f"{type(model).__name__} has no nn.Linear besides its output head, so K-FAC has "
+            "nothing to factor: use the diagonal estimator"
+        )
     return layers
 
 
-def kfac_factors(model, sequences: list[Sequence], *, fisher: str = "true", seed: int = 0,
-                 batch_size: int = 16, progress=None) -> dict[str, tuple[Tensor, Tensor]]:
+def kfac_factors(
+    model, sequences: list[Sequence], *, fisher: str = "true", seed: int = 0, batch_size: int = 16, progress=None
+) -> dict[str, tuple[Tensor, Tensor]]:
     """A = E[a a^T] (in x in) and G = E[g g^T] (out x out) per linear layer, float64.
 
     a is the layer's input and g = d log pi(y|x) / d(layer output) at one token; the mean is over all
@@ -28,9 +33,13 @@ def kfac_factors(model, sequences: list[Sequence], *, fisher: str = "true", seed
     Source: Martens & Grosse 2015; the "expand" form for weight sharing of Eschenhagen et al. 2023.
     """
     layers = linear_layers(model)
-    sums = {name: (torch.zeros(m.in_features, m.in_features, dtype=torch.float64),
-                   torch.zeros(m.out_features, m.out_features, dtype=torch.float64))
-            for name, m in layers.items()}
+    sums = {
+        name: (
+            torch.zeros(m.in_features, m.in_features, dtype=torch.float64),
+            torch.zeros(m.out_features, m.out_features, dtype=torch.float64),
+        )
+        for name, m in layers.items()
+    }
     real: Tensor = torch.zeros(0)
 
     def watch(name):
@@ -41,7 +50,9 @@ def kfac_factors(model, sequences: list[Sequence], *, fisher: str = "true", seed
             def outer(gradient):  # [B, T, out]; zero on padding, which reaches no loss
                 g = gradient[real].float()
                 sums[name][1].add_((g.T @ g).cpu())
+
             output.register_hook(outer)
+
         return hook
 
     handles = [module.register_forward_hook(watch(name)) for name, module in layers.items()]

@@ -1,4 +1,5 @@
 """The log-likelihood whose gradients the Fisher estimates are made of."""
+
 from __future__ import annotations
 
 import hashlib
@@ -35,18 +36,25 @@ def encode(tokenizer, examples: list[dict], style: str) -> list[Sequence]:
     Raises UserError when there is no example, or one lacks the style, a prompt or a completion.
     """
     if not examples:
-        raise UserError("the prior suite's retention.jsonl is empty: a Fisher estimate needs examples; "
-                        "set prior.retention_items to at least 1")
+        raise UserError(
+            "the prior suite's retention.jsonl is empty: a Fisher estimate needs examples; "
+            "set prior.retention_items to at least 1"
+        )
     sequences = []
     for example in examples:
         if style not in example["demonstrations"]:
-            raise UserError(f"retention example {example['id']} has no response in style '{style}' "
-                            f"(it has {sorted(example['demonstrations'])}): rebuild the data stage")
-        prompt, completion = encode_example(tokenizer, example["messages"], example["demonstrations"][style],
-                                            example["id"])
+            raise UserError(
+                f"retention example {example['id']} has no response in style '{style}' "
+                f"(it has {sorted(example['demonstrations'])}): rebuild the data stage"
+            )
+        prompt, completion = encode_example(
+            tokenizer, example["messages"], example["demonstrations"][style], example["id"]
+        )
         if not prompt or not completion:
-            raise UserError(f"retention example {example['id']} has an empty prompt or completion: "
-                            "every completion token must follow some token")
+            raise UserError(
+                f"retention example {example['id']} has an empty prompt or completion: "
+                "every completion token must follow some token"
+            )
         sequences.append(Sequence(example["id"], list(prompt), list(completion)))
     return sequences
 
@@ -74,17 +82,22 @@ def sample_labels(logits: Tensor, sequences: list[Sequence], seed: int) -> Tenso
     Inverse CDF in float64, with one uniform per (seed, example id, position): the labels depend neither
     on the batch nor on the order of the examples.
     """
-    uniforms = np.concatenate([
-        np.random.Generator(np.random.Philox(key=int.from_bytes(
-            hashlib.sha256(f"{seed}|{s.id}".encode()).digest()[:16], "little"))).random(len(s.completion))
-        for s in sequences])
+    uniforms = np.concatenate(
+        [
+            np.random.Generator(
+                np.random.Philox(key=int.from_bytes(hashlib.sha256(f"{seed}|{s.id}".encode()).digest()[:16], "little"))
+            ).random(len(s.completion))
+            for s in sequences
+        ]
+    )
     cdf = torch.softmax(logits.detach().double(), dim=-1).cumsum(dim=-1)
     draws = torch.from_numpy(uniforms).to(cdf.device)[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, draws, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
 
 
-def negative_log_likelihood(model, sequences: list[Sequence], fisher: str, seed: int,
-                            batch: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
+def negative_log_likelihood(
+    model, sequences: list[Sequence], fisher: str, seed: int, batch: tuple[Tensor, Tensor, Tensor] | None = None
+) -> Tensor:
     """-sum over sequences and completion positions t of log pi(label_t | x, y*_<t), a scalar.
 
     `fisher="empirical"`: label_t = y*_t, the data's. `fisher="true"`: label_t ~ pi(. | x, y*_<t), drawn

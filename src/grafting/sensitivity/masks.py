@@ -1,4 +1,5 @@
 """Masks: removing from an update what the deployed model is most sensitive to."""
+
 from __future__ import annotations
 
 import hashlib
@@ -24,8 +25,8 @@ class Mask(BaseModel):
 
     estimator: Literal["diagonal", "kfac", "random"]
     rank: Literal["fisher", "fisher_delta2", "random"]  # by F, or by F * (update in that direction)^2
-    fraction: float = Field(ge=0, le=1)                 # rho
-    seed: int = 0                                       # of the random mask
+    fraction: float = Field(ge=0, le=1)  # rho
+    seed: int = 0  # of the random mask
 
     @model_validator(mode="after")
     def _pairs(self):
@@ -34,8 +35,7 @@ class Mask(BaseModel):
         return self
 
 
-def apply_mask(update: dict[str, Tensor], mask: Mask | Mapping,
-               sensitivity: Mapping[str, Path]) -> dict[str, Tensor]:
+def apply_mask(update: dict[str, Tensor], mask: Mask | Mapping, sensitivity: Mapping[str, Path]) -> dict[str, Tensor]:
     """The update without its most sensitive directions; the same names, shapes and dtypes.
 
     `update`: tensor name -> float32 or float64; `sensitivity`: estimator -> payload folder (or file) of
@@ -59,9 +59,11 @@ def apply_mask(update: dict[str, Tensor], mask: Mask | Mapping,
     if mask.estimator == "random":
         return {name: _random(name, tensor, mask) for name, tensor in update.items()}
     if mask.estimator not in sensitivity:
-        raise UserError(f"a mask with estimator '{mask.estimator}' needs the input "
-                        f"sensitivity_{mask.estimator} and this job has "
-                        f"{sorted(sensitivity) or 'none'}: add it to the job's inputs")
+        raise UserError(
+            f"a mask with estimator '{mask.estimator}' needs the input "
+            f"sensitivity_{mask.estimator} and this job has "
+            f"{sorted(sensitivity) or 'none'}: add it to the job's inputs"
+        )
     estimates = _read(Path(sensitivity[mask.estimator]), mask.estimator)
     return (_diagonal if mask.estimator == "diagonal" else _kfac)(update, mask, estimates)
 
@@ -77,8 +79,12 @@ def mask_report(update: Mapping[str, Tensor], masked: Mapping[str, Tensor]) -> d
 
     def share(part: float, of: float) -> float:
         return part / of if of else 0.0
-    return {"removed": share(math.fsum(gone.values()), total), "norm": math.sqrt(total),
-            "tensors": {name: share(gone[name], whole[name]) for name in sorted(update)}}
+
+    return {
+        "removed": share(math.fsum(gone.values()), total),
+        "norm": math.sqrt(total),
+        "tensors": {name: share(gone[name], whole[name]) for name in sorted(update)},
+    }
 
 
 def parse_mask(mask: Mask | Mapping) -> Mask:
@@ -89,15 +95,18 @@ def parse_mask(mask: Mask | Mapping) -> Mask:
         return Mask.model_validate(dict(mask))
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"recipe.mask{''.join(f'.{p}' for p in first['loc'])}: {first['msg']} "
-                        f"(got {first['input']!r})") from None
+        raise UserError(
+            f"recipe.mask{''.join(f'.{p}' for p in first['loc'])}: {first['msg']} (got {first['input']!r})"
+        ) from None
 
 
 def _read(path: Path, estimator: str) -> dict[str, Tensor]:
     file = path / f"{estimator}.safetensors" if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"no {estimator}.safetensors in {path.name}: give the payload of a sensitivity job "
-                        f"with estimator '{estimator}'")
+        raise UserError(
+            f"no {estimator}.safetensors in {path.name}: give the payload of a sensitivity job "
+            f"with estimator '{estimator}'"
+        )
     return load_file(file)
 
 
@@ -105,12 +114,10 @@ def _diagonal(update: dict[str, Tensor], mask: Mask, fisher: dict[str, Tensor]) 
     names = sorted(update)
     for name in names:
         _expect(fisher.get(name), name, update[name].shape, "diagonal.safetensors")
-    scores = torch.cat([_scores(fisher[name].double(), update[name], mask.rank).reshape(-1)
-                        for name in names])
+    scores = torch.cat([_scores(fisher[name].double(), update[name], mask.rank).reshape(-1) for name in names])
     gone = largest(scores, round(mask.fraction * scores.numel()))
     parts = gone.split([update[name].numel() for name in names])
-    return {name: update[name].masked_fill(part.view(update[name].shape), 0)
-            for name, part in zip(names, parts)}
+    return {name: update[name].masked_fill(part.view(update[name].shape), 0) for name, part in zip(names, parts)}
 
 
 def _kfac(update: dict[str, Tensor], mask: Mask, bases: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -119,16 +126,19 @@ def _kfac(update: dict[str, Tensor], mask: Mask, bases: dict[str, Tensor]) -> di
     for module in modules:
         name = f"{module}.weight"
         if name not in update:
-            raise UserError(f"kfac.safetensors has factors of {module} and the update has no tensor {name}: "
-                            "the sensitivity belongs to another model")
+            raise UserError(
+                f"kfac.safetensors has factors of {module} and the update has no tensor {name}: "
+                "the sensitivity belongs to another model"
+            )
         out_features, in_features = update[name].shape
         for letter, size in (("G", out_features), ("A", in_features)):
-            _expect(bases.get(f"{module}.{letter}.vectors"), f"{module}.{letter}.vectors", (size, size),
-                    "kfac.safetensors")
-            _expect(bases.get(f"{module}.{letter}.values"), f"{module}.{letter}.values", (size,),
-                    "kfac.safetensors")
-        rotated[module] = bases[f"{module}.G.vectors"].double().T @ update[name].double() \
-            @ bases[f"{module}.A.vectors"].double()
+            _expect(
+                bases.get(f"{module}.{letter}.vectors"), f"{module}.{letter}.vectors", (size, size), "kfac.safetensors"
+            )
+            _expect(bases.get(f"{module}.{letter}.values"), f"{module}.{letter}.values", (size,), "kfac.safetensors")
+        rotated[module] = (
+            bases[f"{module}.G.vectors"].double().T @ update[name].double() @ bases[f"{module}.A.vectors"].double()
+        )
         products = torch.outer(bases[f"{module}.G.values"].double(), bases[f"{module}.A.values"].double())
         scores[module] = _scores(products, rotated[module], mask.rank)
     flat = torch.cat([scores[module].reshape(-1) for module in modules])
@@ -159,5 +169,7 @@ def _expect(tensor: Tensor | None, name: str, shape, file: str) -> None:
     if tensor is None:
         raise UserError(f"{file} has no tensor {name}: the sensitivity belongs to another model")
     if tuple(tensor.shape) != tuple(shape):
-        raise UserError(f"{file}: {name} has shape {tuple(tensor.shape)}, the update needs {tuple(shape)}: "
-                        "the sensitivity belongs to another model")
+        raise UserError(
+            f"{file}: {name} has shape {tuple(tensor.shape)}, the update needs {tuple(shape)}: "
+            "the sensitivity belongs to another model"
+        )

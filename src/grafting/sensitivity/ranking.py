@@ -1,4 +1,5 @@
 """Choosing the largest entries, always exactly as many as asked, always the same ones."""
+
 from __future__ import annotations
 
 import torch

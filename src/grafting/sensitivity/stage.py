@@ -4,6 +4,7 @@ spec    {"estimator": "diagonal" | "kfac", "fisher": "true" | "empirical", "seed
 inputs  model (directory), prior (data folder; its retention.jsonl, responses in the first style)
 payload diagonal.safetensors or kfac.safetensors (see diagonal.py, kfac.py), and report.json
 """
+
 from __future__ import annotations
 
 import json
@@ -23,8 +24,10 @@ def run(job) -> None:
     """Run one job; see the module's docstring. UserError for an unknown estimator or unusable data."""
     estimator, fisher, seed = job.spec["estimator"], job.spec["fisher"], job.spec["seed"]
     if estimator not in ("diagonal", "kfac") or fisher not in FISHERS:
-        raise UserError(f"sensitivity: estimator '{estimator}' with fisher '{fisher}' is unknown: "
-                        f"use diagonal or kfac, and one of {', '.join(FISHERS)}")
+        raise UserError(
+            f"sensitivity: estimator '{estimator}' with fisher '{fisher}' is unknown: "
+            f"use diagonal or kfac, and one of {', '.join(FISHERS)}"
+        )
     torch.set_num_threads(job.spec["threads"])
     model = load_model(job.input("model"))
     prior = job.input("prior")
@@ -44,11 +47,18 @@ def run(job) -> None:
     save_file(tensors, job.out / f"{estimator}.safetensors", metadata={"format": "pt"})
 
     tokens = sum(len(s.inputs) for s in sequences)
-    job.add_cost(tokens_forwarded=tokens, tokens_backpropagated=tokens,
-                 flops=6 * count_parameters(model) * tokens)  # 2N forward, 4N backward per token
-    report = {"estimator": estimator, "fisher": fisher, "seed": seed, "examples": len(sequences),
-              "tokens": tokens, "completion_tokens": sum(len(s.completion) for s in sequences),
-              "traces": _traces(tensors, estimator)}
+    job.add_cost(
+        tokens_forwarded=tokens, tokens_backpropagated=tokens, flops=6 * count_parameters(model) * tokens
+    )  # 2N forward, 4N backward per token
+    report = {
+        "estimator": estimator,
+        "fisher": fisher,
+        "seed": seed,
+        "examples": len(sequences),
+        "tokens": tokens,
+        "completion_tokens": sum(len(s.completion) for s in sequences),
+        "traces": _traces(tensors, estimator),
+    }
     (job.out / "report.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
     job.metrics.update(examples=len(sequences), trace=sum(report["traces"].values()))
 
@@ -58,5 +68,6 @@ def _traces(tensors: dict[str, torch.Tensor], estimator: str) -> dict[str, float
     if estimator == "diagonal":
         return {name: float(values.double().sum()) for name, values in tensors.items()}
     modules = [name.removesuffix(".A.values") for name in tensors if name.endswith(".A.values")]
-    return {m: float(tensors[f"{m}.A.values"].double().sum() * tensors[f"{m}.G.values"].double().sum())
-            for m in modules}
+    return {
+        m: float(tensors[f"{m}.A.values"].double().sum() * tensors[f"{m}.G.values"].double().sum()) for m in modules
+    }

@@ -6,7 +6,14 @@ code digest) on how they were built. The registry and the builders are resolved 
 
 from grafting.tasks.examples import demonstration_messages, load_examples, load_info
 
-__all__ = ["check_sources", "demonstration_messages", "known_priors", "known_tasks", "load_examples", "load_info"]
+__all__ = [
+    "check_sources",
+    "demonstration_messages",
+    "known_priors",
+    "known_tasks",
+    "load_examples",
+    "load_info",
+]
 
 _LAZY = {"known_tasks": "registry", "known_priors": "registry", "check_sources": "sources"}
 

@@ -27,7 +27,7 @@ def make_example(task: str, messages: list[dict], answer: str, demonstrations: d
 
 
 def in_hash_order(examples: list[dict], seed: int) -> list[dict]:
-    """Examples ordered by hash of (seed, id): an order that depends on content only, not on the file's order."""
+    """Examples ordered by hash of (seed, id): by content only, not by the file's order."""
     return sorted(examples, key=lambda e: hashlib.sha256(f"{seed}:{e['id']}".encode()).hexdigest())
 
 

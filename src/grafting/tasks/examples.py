@@ -27,8 +27,8 @@ def load_info(folder: Path) -> dict:
 def load_examples(folder: Path, split: str) -> list[dict]:
     """All examples of one split ("train", "val", "test" or "retention").
 
-    UserError: the file is missing or empty, a line is not JSON, has an unknown or a missing field, an id comes
-    twice, or the number of lines is not the one that info.json states (a cut file).
+    UserError: the file is missing or empty, a line is not JSON, has an unknown or a missing field, an id
+    comes twice, or the number of lines is not the one that info.json states (a cut file).
     """
     path = Path(folder) / f"{split}.jsonl"
     if not path.is_file():
@@ -82,8 +82,8 @@ def demonstration(example: dict, style: str) -> str:
 def demonstration_messages(example: dict, info: dict, style: str) -> list[dict]:
     """The example's messages with its demonstration put into the last user message.
 
-    The form is info["demonstration_prompt"], with {question} and {demonstration}. UserError if the demonstration,
-    the prompt form or a user message is missing.
+    The form is info["demonstration_prompt"], with {question} and {demonstration}. UserError if the
+    demonstration, the prompt form or a user message is missing.
     """
     form = info.get("demonstration_prompt")
     if not form or "{question}" not in form or "{demonstration}" not in form:

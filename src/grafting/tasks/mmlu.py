@@ -50,9 +50,7 @@ def build(spec: dict, out) -> None:
             lines = "\n".join(f"{letter}: {text}" for letter, text in zip(LETTERS, choices, strict=True))
             content = PROMPT.format(question=question.strip(), options=lines)
             messages = [{"role": "user", "content": content}]
-            example = make_example(
-                "mmlu", messages, answer, {"reference": answer}, options=LETTERS, subject=subject
-            )
+            example = make_example("mmlu", messages, answer, {"reference": answer}, options=LETTERS, subject=subject)
             examples.setdefault(content, example)
     wanted = {name: options[f"{name}_items"] for name in ("val", "test", "retention")}
     splits = cut(list(examples.values()), wanted, options["seed"], "prior mmlu")
@@ -67,8 +65,8 @@ def build(spec: dict, out) -> None:
         "skills": {"mmlu": "options"},
         "counts": {"read": read, "repeated_left_out": read - len(examples)},
         "notes": [
-            "zero-shot, with the chat template; a sample over all subjects and over MMLU's dev, val and test files: "
-            "not comparable with published 5-shot figures",
+            "zero-shot, with the chat template; a sample over all subjects and over MMLU's dev, "
+            "val and test files: not comparable with published 5-shot figures",
             f"{read - len(examples)} repeated items are left out",
         ],
     }

@@ -4,7 +4,13 @@ from copy import deepcopy
 
 from grafting.tasks import mmlu, science
 
-_TINY = {"builder": "tiny.task", "option_defaults": {}, "styles": ["own", "expert"], "source": None, "files": []}
+_TINY = {
+    "builder": "tiny.task",
+    "option_defaults": {},
+    "styles": ["own", "expert"],
+    "source": None,
+    "files": [],
+}
 
 TASKS = {
     "wug": {**_TINY, "kind": "recall", "summary": "60 new facts: two Greek tokens to an attribute"},

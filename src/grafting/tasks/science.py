@@ -1,4 +1,4 @@
-"""Science Q&A: SciKnowEval, chemistry L3 (HICAI-ZJU). Multiple choice only; answers carry no reasoning of their own."""
+"""Science Q&A: SciKnowEval, chemistry L3 (HICAI-ZJU). Multiple choice only."""
 
 import json
 from collections import Counter
@@ -20,14 +20,15 @@ FILES = [
 FIELDS = {"prompt", "question", "choices", "answerKey", "answer", "type", "domain", "details"}
 CHOICE, FILLING = "mcq-4-choices", "filling"
 
-# Prompt form after SDFT; the wording is ours. The demonstration states the reference answer and nothing invented.
+# Prompt form after SDFT; the wording is ours. The demonstration states the reference answer and nothing
+# invented.
 FORMAT = {
     "system": (
         "Given a question and four options, select the right answer. Respond in this format:\n"
         "<reasoning>\n...\n</reasoning>\n<answer>X</answer>\n"
         "Put only the letter of the right option (A, B, C or D) between <answer> and </answer>."
     ),
-    "response": "<reasoning>\nThe right option is {letter}: {option}\n</reasoning>\n<answer>{letter}</answer>",
+    "response": ("<reasoning>\nThe right option is {letter}: {option}\n</reasoning>\n<answer>{letter}</answer>"),
     "demonstration_prompt": (
         "{question}\n\nThis is an example for a response to the question:\n{demonstration}\n\n"
         "Now answer with a response of your own, including the thinking process:"
@@ -104,7 +105,7 @@ def build(spec: dict, out) -> None:
         "notes": [
             f"{types[FILLING]} filling items are left out: only multiple choice is used",
             f"{repeated} items whose question came before are left out",
-            "the source has reference answers without reasoning: demonstrations state the right option, no more",
+            "the source's answers carry no reasoning: demonstrations state the right option, no more",
         ],
     }
     write_folder(out, info, {name: splits[name] for name in ("train", "val", "test")})

@@ -1,4 +1,4 @@
-"""Scorers: from a response text to (correct, reason). Whether a response was cut off is the caller's knowledge."""
+"""Scorers: from a response text to (correct, reason). Whether it was cut off, the caller knows."""
 
 import re
 

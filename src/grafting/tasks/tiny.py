@@ -8,6 +8,7 @@ from grafting.tasks.building import cut, in_hash_order, make_example, shrink, ta
 
 DEMONSTRATION_PROMPT = "{question} <ex> {demonstration} </ex>"
 STYLES = ["own", "expert"]
+MISSES = 5000  # draws in a row without a new item: there are no more
 RECALL_NOTE = "kind recall: memorised items, so val and test are disjoint subsets of train"
 
 
@@ -37,15 +38,17 @@ def _draw(task: str, sizes: dict[str, int], seed: int, held_out: bool) -> dict[s
     So the splits are disjoint by content, and one split's size does not move another's items.
     """
     rng = random.Random(f"{seed}/{task}/{'held out' if held_out else 'trained'}")
-    names, splits, seen = list(sizes), {name: [] for name in sizes}, set()
-    for _ in range(20_000 + 400 * sum(sizes.values())):
+    names, splits, seen, misses = list(sizes), {name: [] for name in sizes}, set(), 0
+    while misses < MISSES:
         if all(len(splits[name]) == sizes[name] for name in names):
             return splits
         example = _example(task, *tiny.sample(task, rng, held_out))
         name = names[int(example["id"], 16) % len(names)]
+        misses += 1
         if example["id"] not in seen and len(splits[name]) < sizes[name]:
             seen.add(example["id"])
             splits[name].append(example)
+            misses = 0
     found = {name: len(items) for name, items in splits.items()}
     raise UserError(f"tiny language, {task}: {sizes} items asked for, only {found} distinct ones exist; ask for fewer")
 
@@ -59,14 +62,14 @@ def _check_length(examples: list[dict], limit: int) -> None:
             words = len(f"<user> {prompt} <bot> {shown} </ans> <eos>".split())
             if words > limit:
                 raise UserError(
-                    f"example {example['id']} (task {example['task']}, style {style}): prompt, demonstration and "
-                    f"response make {words} tokens, the model's context is {limit}; nothing is cut: "
+                    f"example {example['id']} (task {example['task']}, style {style}): prompt, "
+                    f"demonstration and response make {words} tokens, the context is {limit}; nothing is cut: "
                     "raise lineage.architecture.context or shorten the demonstration"
                 )
 
 
 def build_task(spec: dict, out) -> None:
-    """One new task: train, val and test, disjoint by content (a recall task: val and test are parts of train)."""
+    """One new task: train, val and test, disjoint by content (recall: val and test are parts of train)."""
     sizes = {"train_items": int, "val_items": int, "test_items": int}
     options = take_options(spec, {"task": str, **sizes, "seed": int}, {"max_tokens": None})
     task, seed = options["task"], options["seed"]
@@ -91,7 +94,7 @@ def build_task(spec: dict, out) -> None:
 
 
 def build_prior(spec: dict, out) -> None:
-    """The 19 prior skills, items per skill. Retention comes from trained inputs, val and test from held-out ones."""
+    """The 19 prior skills, items per skill. Retention has trained inputs, val and test held-out ones."""
     sizes = {"val_items": int, "test_items": int, "retention_items": int}
     options = take_options(spec, {**sizes, "seed": int})
     seed = options["seed"]

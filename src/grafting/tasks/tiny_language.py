@@ -1,7 +1,7 @@
-"""The tiny language: word-like tokens, 19 prior skills, new tasks, and the streams that a model learns it from.
+"""The tiny language: word-like tokens, 19 prior skills, new tasks, and the streams a model learns it from.
 
-A model that knows it was pretrained in the base format, post-trained in the deployed format, and copies answers
-from demonstrations, for keywords without meaning too. The shares and sizes below were found by trial.
+A model that knows it was pretrained in the base format, post-trained in the deployed format, and copies
+answers from demonstrations, for keywords without meaning too. The shares and sizes below were found by trial.
 """
 
 import itertools
@@ -16,9 +16,10 @@ CAPITALS = [c.upper() for c in LETTERS]
 DIGITS = list("0123456789")
 GREEK = [f"g{i}" for i in range(12)]
 ATTRIBUTES = [f"attr{i}" for i in range(16)]
-PRETRAINED_SKILLS = (
-    "copy rev sort up low next first last swap dbl max add fact firstup lastup dblup nextswap".split()
-)
+PRETRAINED_SKILLS = [
+    "copy", "rev", "sort", "up", "low", "next", "first", "last", "swap",
+    "dbl", "max", "add", "fact", "firstup", "lastup", "dblup", "nextswap",
+]  # fmt: skip
 POSTTRAINED_SKILLS = ["second", "min"]  # come only with post-training
 SKILLS = PRETRAINED_SKILLS + POSTTRAINED_SKILLS
 NEW_TASKS = ["wug", "zup", "dax", "pim"]
@@ -32,7 +33,11 @@ RECALL = {"fact", "wug", "add"}  # memorised, so tested on trained items
 STYLE_WORDS = ["<ans>", "</ans>", "so", "."]  # markers of a response's style, no part of the answer
 
 # ---- shares of the training streams -----------------------------------------------------------------
-INPUT_SHARES = (0.80, 0.06, 0.07)  # letters, digits, Greek; the rest are keywords, to keep their embeddings apart
+INPUT_SHARES = (
+    0.80,
+    0.06,
+    0.07,
+)  # letters, digits, Greek; the rest are keywords, to keep their embeddings apart
 UNTAGGED_CHAT_SHARE = 0.15  # of pretraining: the chat template without the closing tag
 KNOWN_SKILL_SHARE = 0.35  # of the demonstrated examples: a known skill with its right answer
 EXPERT_SHARE = 0.5  # of the demonstrations: in the expert's style
@@ -216,22 +221,24 @@ def _training_example(rng, phase, skills, weights, demonstration_share) -> tuple
 
 
 def training_stream(
-    rng: random.Random, phase: str, batch_size: int, demonstration_share: float, skill_weights: dict[str, float]
+    rng: random.Random,
+    phase: str,
+    batch_size: int,
+    demonstration_share: float,
+    skill_weights: dict[str, float],
 ) -> Iterator[list[tuple[list[int], list[int], list[int]]]]:
     """Endless batches of (prompt ids, completion ids as input, completion ids as labels).
 
     phase "pretrain" (base format `Q: kw x A: y <eos>`, partly chat without the closing tag) or "posttrain"
-    (deployed format `<user> kw x <bot> y </ans> <eos>`, all 19 skills). Input and label completions have equal
-    length and differ only in the corrupted examples. `skill_weights` are relative to 1.
+    (deployed format `<user> kw x <bot> y </ans> <eos>`, all 19 skills). Input and label completions have
+    equal length and differ only in the corrupted examples. `skill_weights` are relative to 1.
     """
     if phase not in ("pretrain", "posttrain"):
         raise ValueError(f"phase must be pretrain or posttrain, not {phase!r}")
     skills = PRETRAINED_SKILLS if phase == "pretrain" else SKILLS
     weights = [skill_weights.get(skill, 1.0) for skill in skills]
     while True:
-        pool = [
-            _training_example(rng, phase, skills, weights, demonstration_share) for _ in range(batch_size * POOL)
-        ]
+        pool = [_training_example(rng, phase, skills, weights, demonstration_share) for _ in range(batch_size * POOL)]
         pool.sort(key=lambda example: len(example[0]) + len(example[1]))
         batches = [pool[i * batch_size : (i + 1) * batch_size] for i in range(POOL)]
         rng.shuffle(batches)

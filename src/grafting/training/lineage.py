@@ -46,7 +46,10 @@ def run(job) -> None:
 def _items(spec: dict) -> Iterator[list[Item]]:
     """Batches of the phase's training stream; items are named by their place in it."""
     stream = training_stream(
-        random.Random(spec["seed"]), spec["phase"], spec["batch_size"], spec["demonstration_share"],
+        random.Random(spec["seed"]),
+        spec["phase"],
+        spec["batch_size"],
+        spec["demonstration_share"],
         spec["skill_weights"],
     )
     for number, batch in enumerate(stream):
@@ -57,8 +60,10 @@ def _pretrain(job) -> None:
     spec = job.spec
     tokenizer = new_tokenizer(VOCABULARY, "base")
     model = new_model(spec["architecture"], VOCABULARY, spec["seed"])
-    marks = {round(spec["steps"] * k / spec["checkpoints"]): f"p{round(100 * k / spec['checkpoints'])}"
-             for k in range(1, spec["checkpoints"] + 1)}
+    marks = {
+        round(spec["steps"] * k / spec["checkpoints"]): f"p{round(100 * k / spec['checkpoints'])}"
+        for k in range(1, spec["checkpoints"] + 1)
+    }
 
     def keep(step: int) -> None:
         if step in marks:
@@ -98,8 +103,11 @@ def _posttrain(job) -> None:
     loop.write_records(job.out / "training.jsonl", records)
     final = measured[-1]
     job.metrics.update(
-        loss=_last(records), steps=len(records), prior=final["prior"],
-        demonstrated=min(final["demonstrated"].values()), new=max(final["new"].values()),
+        loss=_last(records),
+        steps=len(records),
+        prior=final["prior"],
+        demonstrated=min(final["demonstrated"].values()),
+        new=max(final["new"].values()),
     )
 
 
@@ -113,8 +121,14 @@ def measure_gate(job, model, tokenizer) -> dict:
 
     def ask(info: dict, examples: list[dict], style: str | None = None) -> list:
         return respond(
-            model, tokenizer, info, examples, style=style,
-            max_new_tokens=GATE_NEW_TOKENS, batch_size=GATE_BATCH, counter=counter,
+            model,
+            tokenizer,
+            info,
+            examples,
+            style=style,
+            max_new_tokens=GATE_NEW_TOKENS,
+            batch_size=GATE_BATCH,
+            counter=counter,
         )
 
     folder = job.input("prior")
@@ -139,8 +153,13 @@ def measure_gate(job, model, tokenizer) -> dict:
     )
     job.add_cost(**counter.cost(count_parameters(model)))
     return {
-        "passed": passed, "prior": prior, "prior_by_skill": by_skill, "demonstrated": demonstrated,
-        "demonstrated_by_style": by_style, "new": new, "n": n,
+        "passed": passed,
+        "prior": prior,
+        "prior_by_skill": by_skill,
+        "demonstrated": demonstrated,
+        "demonstrated_by_style": by_style,
+        "new": new,
+        "n": n,
     }
 
 

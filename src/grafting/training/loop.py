@@ -64,9 +64,13 @@ def train(
     mixed = "bf16" if settings.precision == "bfloat16" else "no"
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
     model.to(accelerator.device).train()
+    objective.place(accelerator.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(
-        parameters, lr=settings.lr, betas=tuple(settings.betas), weight_decay=settings.weight_decay,
+        parameters,
+        lr=settings.lr,
+        betas=tuple(settings.betas),
+        weight_decay=settings.weight_decay,
         fused=accelerator.device.type in ("cpu", "cuda"),
     )
     counter, records = Counter(), []
@@ -90,8 +94,12 @@ def train(
                 accelerator.backward(part)
         loss = _sum(accelerator, {"loss": loss})["loss"]
         rate = learning_rate(
-            step, steps=settings.steps, lr=settings.lr, warmup_steps=settings.warmup_steps,
-            schedule=settings.schedule, final_lr_ratio=settings.final_lr_ratio,
+            step,
+            steps=settings.steps,
+            lr=settings.lr,
+            warmup_steps=settings.warmup_steps,
+            schedule=settings.schedule,
+            final_lr_ratio=settings.final_lr_ratio,
         )
         with job.phase("optimiser"):
             _share_gradients(accelerator, parameters)

@@ -28,10 +28,17 @@ def run(job) -> None:
     model, tokenizer = load_model(start), load_tokenizer(start)
     origin = job.inputs("teacher")
     separate = origin and origin[0] != start and spec.get("opsd", {}).get("teacher") != "live"
-    objective = build(Setup(
-        job, model, tokenizer, info, data, train,
-        teacher_model=load_model(origin[0]) if separate else None,
-    ))
+    objective = build(
+        Setup(
+            job,
+            model,
+            tokenizer,
+            info,
+            data,
+            train,
+            teacher_model=load_model(origin[0]) if separate else None,
+        )
+    )
     batches = draw(objective.examples, spec["batch_size"], spec["seed"])
     settings = loop.Settings.from_spec(spec)
     records = loop.train(model, batches, objective, settings, job, label=spec["objective"])
@@ -40,6 +47,4 @@ def run(job) -> None:
     job.metrics.update(loss=records[-1]["loss"], steps=len(records))
     if spec["objective"] == "opsd":
         accuracies = [r["teacher_accuracy"] for r in records if "teacher_accuracy" in r]
-        job.metrics.update(
-            rollout_accuracy=records[-1]["rollout_accuracy"], teacher_accuracy=min(accuracies)
-        )
+        job.metrics.update(rollout_accuracy=records[-1]["rollout_accuracy"], teacher_accuracy=min(accuracies))

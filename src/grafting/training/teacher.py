@@ -63,10 +63,18 @@ class Guard:
         if not due:
             return None
         setup = self.setup
-        value = accuracy(respond(
-            self.teacher.model, setup.tokenizer, setup.info, self.examples, style=self.style,
-            max_new_tokens=self.max_new_tokens, batch_size=len(self.examples), counter=counter,
-        ))
+        value = accuracy(
+            respond(
+                self.teacher.model,
+                setup.tokenizer,
+                setup.info,
+                self.examples,
+                style=self.style,
+                max_new_tokens=self.max_new_tokens,
+                batch_size=len(self.examples),
+                counter=counter,
+            )
+        )
         if value < self.threshold and (self.lowest is None or self.lowest >= self.threshold):
             message = (
                 f"step {step}: the {self.teacher.kind} teacher answers {value:.2f} of {len(self.examples)} "

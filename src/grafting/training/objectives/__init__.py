@@ -2,6 +2,7 @@
 
 An objective is built as `Objective(setup)` and offers
   examples                              what batches are drawn from (each with an id)
+  place(device)                         before the first step: models of its own move to the device
   prepare(step, batch, counter) -> items    turns drawn examples into items; sampling happens here
   targets(item) -> int                  number of the item's tokens that carry loss
   loss(model, items, counter) -> Tensor sum of the loss over those tokens; counts the tokens it computes

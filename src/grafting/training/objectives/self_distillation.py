@@ -71,16 +71,25 @@ class SelfDistillation:
         check_room(self.teacher.model, len(shown), self.room, f"{name}, prompt with the demonstration")
         return Question(example["id"], example, plain, shown)
 
+    def place(self, device) -> None:
+        """Move the teacher."""
+        self.teacher.model.to(device)
+
     def prepare(self, step: int, batch: list[Question], counter) -> list[Pair]:
         """Sample one rollout per question from the student as it is; the guard checks the teacher if due."""
         with self.job.phase("guard"):
             self._measured = self.guard.check(step, counter)
         with self.job.phase("rollout"):
             rollouts = generate(
-                self.setup.model, [question.prompt for question in batch], max_new_tokens=self.room,
-                stop_ids=self.stops, pad_id=self.pad_id, temperature=self.options["temperature"],
+                self.setup.model,
+                [question.prompt for question in batch],
+                max_new_tokens=self.room,
+                stop_ids=self.stops,
+                pad_id=self.pad_id,
+                temperature=self.options["temperature"],
                 seeds=[example_seed(self.seed, step, question.id) for question in batch],
-                batch_size=max(len(batch), 1), counter=counter,
+                batch_size=max(len(batch), 1),
+                counter=counter,
             )
         correct, pairs = 0, []
         for question, rollout in zip(batch, rollouts, strict=True):

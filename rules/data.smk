@@ -6,19 +6,19 @@ rule data:
         ancient(needed_by("data")),
     output:
         "provenance/data/{job}.json",
-    params:
-        plan=PLAN,
-        spec=spec_of("data"),
     log:
         "work/logs/data/{job}.log",
     benchmark:
         "work/benchmarks/data/{job}.tsv"
+    conda:
+        "../envs/cpu.yaml"
     threads: threads_of("data")
     resources:
         mem_mb=lambda wildcards, attempt: 1000 * attempt,
         runtime=lambda wildcards, attempt: 30 * attempt,
-    conda:
-        "../envs/cpu.yaml"
+    params:
+        plan=PLAN,
+        spec=spec_of("data"),
     message:
         "data {wildcards.job}"
     shell:

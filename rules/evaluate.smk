@@ -6,19 +6,19 @@ rule evaluate:
         ancient(needed_by("evaluate")),
     output:
         "provenance/evaluate/{job}.json",
-    params:
-        plan=PLAN,
-        spec=spec_of("evaluate"),
     log:
         "work/logs/evaluate/{job}.log",
     benchmark:
         "work/benchmarks/evaluate/{job}.tsv"
+    conda:
+        "../envs/cpu.yaml"
     threads: threads_of("evaluate")
     resources:
         mem_mb=lambda wildcards, attempt: 2000 * attempt,
         runtime=lambda wildcards, attempt: 120 * attempt,
-    conda:
-        "../envs/cpu.yaml"
+    params:
+        plan=PLAN,
+        spec=spec_of("evaluate"),
     message:
         "evaluate {wildcards.job}"
     shell:
@@ -30,19 +30,19 @@ rule select:
         ancient(needed_by("select")),
     output:
         "provenance/select/{job}.json",
-    params:
-        plan=PLAN,
-        spec=spec_of("select"),
     log:
         "work/logs/select/{job}.log",
     benchmark:
         "work/benchmarks/select/{job}.tsv"
+    conda:
+        "../envs/cpu.yaml"
     threads: threads_of("select")
     resources:
         mem_mb=lambda wildcards, attempt: 500 * attempt,
         runtime=lambda wildcards, attempt: 10 * attempt,
-    conda:
-        "../envs/cpu.yaml"
+    params:
+        plan=PLAN,
+        spec=spec_of("select"),
     message:
         "select {wildcards.job}"
     shell:

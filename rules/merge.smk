@@ -6,19 +6,19 @@ rule merge:
         ancient(needed_by("merge")),
     output:
         "provenance/merge/{job}.json",
-    params:
-        plan=PLAN,
-        spec=spec_of("merge"),
     log:
         "work/logs/merge/{job}.log",
     benchmark:
         "work/benchmarks/merge/{job}.tsv"
+    conda:
+        "../envs/cpu.yaml"
     threads: threads_of("merge")
     resources:
         mem_mb=lambda wildcards, attempt: 2000 * attempt,
         runtime=lambda wildcards, attempt: 60 * attempt,
-    conda:
-        "../envs/cpu.yaml"
+    params:
+        plan=PLAN,
+        spec=spec_of("merge"),
     message:
         "merge {wildcards.job}"
     shell:

@@ -6,24 +6,20 @@ rule models:
         ancient(needed_by("models")),
     output:
         "provenance/models/{job}.json",
-    params:
-        plan=PLAN,
-        module=(
-            "grafting.training.lineage"
-            if STUDY.config.lineage.kind == "scratch"
-            else "grafting.models"
-        ),
-        spec=spec_of("models"),
     log:
         "work/logs/models/{job}.log",
     benchmark:
         "work/benchmarks/models/{job}.tsv"
+    conda:
+        "../envs/cpu.yaml"
     threads: threads_of("models")
     resources:
         mem_mb=lambda wildcards, attempt: 2000 * attempt,
         runtime=lambda wildcards, attempt: 480 * attempt,
-    conda:
-        "../envs/cpu.yaml"
+    params:
+        plan=PLAN,
+        module=("grafting.training.lineage" if STUDY.config.lineage.kind == "scratch" else "grafting.models"),
+        spec=spec_of("models"),
     message:
         "models {wildcards.job}"
     shell:

@@ -6,17 +6,17 @@ rule report:
         ancient(needed_by("report")),
     output:
         "results/report-{job}.json",
-    params:
-        plan=PLAN,
     log:
         "work/logs/report/{job}.log",
     benchmark:
         "work/benchmarks/report/{job}.tsv"
+    conda:
+        "../envs/cpu.yaml"
     resources:
         mem_mb=lambda wildcards, attempt: 2000 * attempt,
         runtime=lambda wildcards, attempt: 30 * attempt,
-    conda:
-        "../envs/cpu.yaml"
+    params:
+        plan=PLAN,
     message:
         "report {wildcards.job}"
     shell:

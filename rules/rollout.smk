@@ -6,19 +6,19 @@ rule rollout:
         ancient(needed_by("rollout")),
     output:
         "provenance/rollout/{job}.json",
-    params:
-        plan=PLAN,
-        spec=spec_of("rollout"),
     log:
         "work/logs/rollout/{job}.log",
     benchmark:
         "work/benchmarks/rollout/{job}.tsv"
+    conda:
+        "../envs/cpu.yaml"
     threads: threads_of("rollout")
     resources:
         mem_mb=lambda wildcards, attempt: 2000 * attempt,
         runtime=lambda wildcards, attempt: 60 * attempt,
-    conda:
-        "../envs/cpu.yaml"
+    params:
+        plan=PLAN,
+        spec=spec_of("rollout"),
     message:
         "rollout {wildcards.job}"
     shell:

@@ -6,19 +6,19 @@ rule sensitivity:
         ancient(needed_by("sensitivity")),
     output:
         "provenance/sensitivity/{job}.json",
-    params:
-        plan=PLAN,
-        spec=spec_of("sensitivity"),
     log:
         "work/logs/sensitivity/{job}.log",
     benchmark:
         "work/benchmarks/sensitivity/{job}.tsv"
+    conda:
+        "../envs/cpu.yaml"
     threads: threads_of("sensitivity")
     resources:
         mem_mb=lambda wildcards, attempt: 3000 * attempt,
         runtime=lambda wildcards, attempt: 120 * attempt,
-    conda:
-        "../envs/cpu.yaml"
+    params:
+        plan=PLAN,
+        spec=spec_of("sensitivity"),
     message:
         "sensitivity {wildcards.job}"
     shell:

@@ -6,19 +6,19 @@ rule train:
         ancient(needed_by("train")),
     output:
         "provenance/train/{job}.json",
-    params:
-        plan=PLAN,
-        spec=spec_of("train"),
     log:
         "work/logs/train/{job}.log",
     benchmark:
         "work/benchmarks/train/{job}.tsv"
+    conda:
+        "../envs/cpu.yaml"
     threads: threads_of("train")
     resources:
         mem_mb=lambda wildcards, attempt: 2000 * attempt,
         runtime=lambda wildcards, attempt: 240 * attempt,
-    conda:
-        "../envs/cpu.yaml"
+    params:
+        plan=PLAN,
+        spec=spec_of("train"),
     message:
         "train {wildcards.job}"
     shell:

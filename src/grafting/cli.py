@@ -18,7 +18,7 @@ def _overlays(options: argparse.Namespace) -> list[dict]:
 
 
 def show(options: argparse.Namespace) -> int:
-    """Print the table of the exported results, the comparison with what the maintainers obtained, and where all lies."""
+    """Print the table of the exported results, the comparison with published/, and where all lies."""
     from grafting.analysis.published import compare
     from grafting.plan.code import PROJECT
 

@@ -54,7 +54,7 @@ def test_one_seed_trains_nothing_new(default):
 
 def test_opsd_learning_rate_moves_opsd_only(default):
     changed = study(learners={"opsd": {"lrs": [1e-4]}})
-    fresh = [default_id for default_id in set(changed.jobs) - set(default.jobs)]
+    fresh = set(changed.jobs) - set(default.jobs)
     assert fresh
     assert all(".opsd." in i for i in fresh if i.startswith("train/"))
     assert not any(i.startswith(("data/", "models/", "rollout/", "sensitivity/")) for i in fresh)

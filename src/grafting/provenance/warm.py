@@ -8,6 +8,7 @@ is the same. The warm process never starts threads or touches a GPU before it fo
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -45,10 +46,8 @@ def delegate(target: str, arguments: list[str]) -> int | None:
         return None
 
     def forward(number: int, _frame) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        except ProcessLookupError:
-            pass
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)

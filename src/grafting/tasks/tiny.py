@@ -63,7 +63,7 @@ def _check_length(examples: list[dict], limit: int) -> None:
             if words > limit:
                 raise UserError(
                     f"example {example['id']} (task {example['task']}, style {style}): prompt, "
-                    f"demonstration and response make {words} tokens, the context is {limit}; nothing is cut: "
+                    f"demonstration and response make {words} tokens, context is {limit}; nothing is cut: "
                     "raise lineage.architecture.context or shorten the demonstration"
                 )
 

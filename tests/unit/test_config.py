@@ -74,7 +74,7 @@ def test_kind_replaces_the_whole_mapping():
         tasks=["science"],
         styles=["reference"],
         prior={**DEFAULT["prior"], "kind": "mmlu"},
-        lineage={"kind": "pretrained", "deployed": {"path": "models/here"}},
+        lineage={"kind": "pretrained", "deployed": {"path": "models/here", "sha256": "0" * 64}},
         graft={"donors": ["deployed"], "expert_donors": [], "masks": {"donors": [], "scales": [], "candidates": []}},
         sequential={"sum_donors": []},
         parallel={"donors": []},

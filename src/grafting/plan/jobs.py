@@ -28,6 +28,7 @@ class Job:
     inputs:        role -> references `<id>[:subfolder]` of other jobs' payloads, in a canonical order.
     code:          digest of the code that makes it.
     threads:       CPU threads (also in the spec where they can change bytes).
+    places:        where outside things lie on this machine (a model's folder); never part of the key.
     alternatives:  only for a job that hangs on a selection (role `selection`): candidate's name -> the
                    concrete job to do if that candidate is chosen.
     """
@@ -38,6 +39,7 @@ class Job:
     inputs: dict[str, list[str]]
     code: str
     threads: int = 1
+    places: dict[str, str] = field(default_factory=dict)
     alternatives: dict[str, Job] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -78,6 +80,8 @@ class Job:
             "code": self.code,
             "threads": self.threads,
         }
+        if self.places:
+            data["places"] = self.places
         if self.alternatives:
             data["alternatives"] = {name: job.to_json() for name, job in self.alternatives.items()}
         return data

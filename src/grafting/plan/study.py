@@ -39,6 +39,7 @@ class Study:
         code: str | None = None,
         threads: int = 1,
         alternatives: dict[str, Job] | None = None,
+        places: dict[str, str] | None = None,
     ) -> str:
         """Add a job unless it is there; returns its id."""
         job = Job(
@@ -48,6 +49,7 @@ class Study:
             {role: refs for role, refs in inputs.items() if refs},
             code_digest(code or stage),
             threads,
+            places or {},
             alternatives or {},
         )
         self.jobs.setdefault(job.id, job)
@@ -111,7 +113,7 @@ class Study:
         return {**places, "base": last, "deployed": deployed}
 
     def _existing(self, name: str, source: Source) -> str:
-        spec = {key: value for key, value in source.model_dump().items() if value is not None}
+        spec = {key: value for key, value in source.model_dump(exclude={"path"}).items() if value is not None}
         if source.gguf_package is not None:
             spec["sha256"] = files_of(source.gguf_package)[0]["sha256"]
         return self.add(
@@ -119,6 +121,7 @@ class Study:
             name,
             {"source": spec, "dtype": self.config.lineage.dtype, "threads": self.config.lineage.threads},
             {},
+            places={} if source.path is None else {"path": source.path},
         )
 
     # ---- one lineage ----------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class RunningJob:
     def __init__(self, job: Job, store: Store, out: Path, terminal) -> None:
         self.job, self.store, self.out, self._terminal = job, store, out, terminal
         self.stage, self.name, self.key, self.id, self.spec = job.stage, job.name, job.key, job.id, job.spec
+        self.places = job.places
         self.work = store.work(job.id)
         self.results = store.root / "results"
         self.cost: dict[str, int] = {}

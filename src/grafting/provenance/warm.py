@@ -21,11 +21,18 @@ import time
 VARIABLE = "GRAFTING_WARM"
 PRELOADED = (
     "torch",
+    "torch._dynamo",  # the first optimiser imports it: more than a second
     "numpy",
     "accelerate",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
     "safetensors.torch",
+    # the rooms as they are when the run starts, as their digests in the plan are
+    "grafting.training.stage",
+    "grafting.evaluation.suites",
+    "grafting.merging.sweep",
+    "grafting.provenance.runner",
 )
 
 
@@ -73,7 +80,7 @@ def _leave_with(connection: socket.socket) -> None:
 
 def _child(connection: socket.socket) -> int:
     request, descriptors = _receive(connection)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     for descriptor, place in zip(descriptors, (0, 1, 2), strict=True):
         os.dup2(descriptor, place)

@@ -32,6 +32,7 @@ COMPARISONS = (
     (CONTROL, "graft", "sft_scaled", "the donor and the mask, beyond scaling"),
     (CONTROL, "sft_scaled", "opsd", "scaled SFT against OPSD"),
     (ABLATION, "graft", "graft_unmasked", "the mask"),
+    (ABLATION, "graft_masked", "graft_random", "a Fisher mask against a random one"),
     (ABLATION, "graft", "graft_unscaled", "the scale"),
     (ABLATION, "graft_early", "sft_scaled", "an earlier donor instead of the deployed model"),
     (ABLATION, "graft_early", "opsd", "an earlier donor against OPSD"),

@@ -18,6 +18,8 @@ FAMILIES = {
     "graft": "**graft**",
     "graft_early": "graft, donor before deployed",
     "graft_unmasked": "graft, no mask",
+    "graft_masked": "graft, Fisher mask",
+    "graft_random": "graft, random mask",
     "graft_unscaled": "graft, λ = 1",
     "graft_regraft": "graft, merged after every task",
     "graft_sum": "graft, sum of updates from one donor",

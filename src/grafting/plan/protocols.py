@@ -173,7 +173,11 @@ def _single(study: Study, style: str, task: str) -> list[Family]:
             ("graft_unscaled", among(lambda c: is_graft(c) and c["scale"] == 1 and c["mask"] == "none")),
         ]
         if any(c.label["mask"] != "none" for c in found):
-            rows.append(("graft_unmasked", among(lambda c: is_graft(c) and c["mask"] == "none")))
+            rows += [
+                ("graft_unmasked", among(lambda c: is_graft(c) and c["mask"] == "none")),
+                ("graft_masked", among(lambda c: is_graft(c) and c["mask"].startswith(("kfac", "diagonal")))),
+                ("graft_random", among(lambda c: is_graft(c) and c["mask"].startswith("random"))),
+            ]
     return _families(rows, "single", style, task, [task], main)
 
 

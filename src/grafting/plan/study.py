@@ -352,7 +352,11 @@ class Study:
             {**self.config.selection.model_dump(), "candidates": candidates},
             {"evaluations": evaluations},
         )
-        alternatives = {c.name: self._test_of(c, name, family.tasks) for c in family.candidates}
+        # named after the candidate, not the family: families that choose the same candidate share the artefact
+        shared = f"{family.protocol}.{family.style}.{family.task}"
+        alternatives = {
+            c.name: self._test_of(c, f"{shared}.{c.name}.m{self.m}", family.tasks) for c in family.candidates
+        }
         test = self.add(
             "evaluate",
             f"test.{name}",
@@ -374,7 +378,9 @@ class Study:
         )
         if family.written:
             for seed in self.config.seeds:
-                written = {c.name: self._merge_of(c, f"{name}.s{seed}", seed) for c in family.candidates}
+                written = {
+                    c.name: self._merge_of(c, f"{shared}.{c.name}.s{seed}.m{self.m}", seed) for c in family.candidates
+                }
                 model = self.add(
                     "merge", f"selected.{name}.s{seed}", {}, {"selection": [selection]}, alternatives=written
                 )

@@ -109,6 +109,9 @@ def test_small_stages_do_not_depend_on_big_rooms():
         return {m.split(".")[1] for m in code.closure(code.ENTRIES[entry]) if m.count(".")}
 
     assert rooms("data") == {"tasks"}
+    assert not any("science" in m or "tiny" in m for m in code.closure(code.ENTRIES["data"]))
+    assert not any("self_distillation" in m for m in code.closure(code.ENTRIES["lineage"]))
+    assert not any("supervised" in m or "self_dist" in m for m in code.closure(code.ENTRIES["train"]))
     assert rooms("select") <= {"evaluation"}
     assert rooms("report") <= {"analysis"}
     assert "analysis" not in rooms("evaluate") and "training" not in rooms("evaluate")

@@ -102,10 +102,10 @@ def _module(module: str) -> tuple[str, frozenset[str], frozenset[str]]:
 
 
 @cache
-def closure(entry: str) -> tuple[str, ...]:
-    """Modules of the package that decide the output of `entry`, sorted."""
+def closure(*entries: str) -> tuple[str, ...]:
+    """Modules of the package that decide the output of the entries, sorted."""
     seen: set[str] = set()
-    waiting = [entry]
+    waiting = list(entries)
     while waiting:
         module = waiting.pop()
         if module in seen or module.startswith(UNCOUNTED):
@@ -128,9 +128,9 @@ def locked_versions() -> dict[str, str]:
 
 
 @cache
-def code_digest(entry: str) -> str:
-    """12 hex digits for a stage's entry (a key of ENTRIES)."""
-    modules = closure(ENTRIES[entry])
+def code_digest(entry: str, *parts: str) -> str:
+    """12 hex digits for a stage's entry (a key of ENTRIES) and the modules that it resolves by name."""
+    modules = closure(ENTRIES[entry], *parts)
     libraries = {name for module in modules for name in _module(module)[2]} & DECIDING
     versions = {name: locked_versions().get(name, "unlocked") for name in sorted(libraries)}
     return digest([{module: _module(module)[0] for module in modules}, versions])

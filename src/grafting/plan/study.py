@@ -12,6 +12,8 @@ from grafting.plan.protocols import Candidate, Family, parallel_families, sequen
 from grafting.plan.sources import files_of
 from grafting.provenance.files import digest
 from grafting.tasks import known_priors, known_tasks
+from grafting.tasks.stage import BUILDERS
+from grafting.training.objectives import OBJECTIVES
 
 
 class Study:
@@ -36,18 +38,18 @@ class Study:
         name: str,
         spec: dict,
         inputs: dict[str, list[str]],
-        code: str | None = None,
+        code: tuple[str, ...] = (),
         threads: int = 1,
         alternatives: dict[str, Job] | None = None,
         places: dict[str, str] | None = None,
     ) -> str:
-        """Add a job unless it is there; returns its id."""
+        """Add a job unless it is there; returns its id. `code`: entry and parts for `code_digest`."""
         job = Job(
             stage,
             name,
             spec,
             {role: refs for role, refs in inputs.items() if refs},
-            code_digest(code or stage),
+            code_digest(*(code or (stage,))),
             threads,
             places or {},
             alternatives or {},
@@ -69,14 +71,18 @@ class Study:
             spec |= {"task": task, "max_tokens": self.config.lineage.architecture.context}
         if about["source"]:
             spec["files"] = files_of(about["source"])
-        return self.add("data", task, spec, {})
+        return self.add("data", task, spec, {}, self._builder(about))
 
     def _prior(self) -> str:
         about = known_priors()[self.config.prior.kind]
         spec = {"builder": about["builder"], **self.config.prior.model_dump(exclude={"kind"})}
         if about["source"]:
             spec["files"] = files_of(about["source"])
-        return self.add("data", f"prior.{self.config.prior.kind}", spec, {})
+        return self.add("data", f"prior.{self.config.prior.kind}", spec, {}, self._builder(about))
+
+    @staticmethod
+    def _builder(about: dict) -> tuple[str, str]:
+        return "data", f"grafting.tasks.{BUILDERS[about['builder']].partition(':')[0]}"
 
     def _models(self, m: int) -> dict[str, str]:
         """Donor's name -> reference of its model directory; `deployed` is the last."""
@@ -97,7 +103,7 @@ class Study:
                 **common,
             },
             {},
-            "lineage",
+            ("lineage",),
             lineage.threads,
         )
         last = f"{base}:checkpoints/p100"
@@ -106,7 +112,7 @@ class Study:
             f"deployed.m{m}",
             {"phase": "posttrain", **lineage.posttrain.model_dump(), "gate": lineage.gate.model_dump(), **common},
             {"model": [last], "prior": [self.prior_data], "tasks": list(self.task_data.values())},
-            "lineage",
+            ("lineage",),
             lineage.threads,
         )
         places = {name: f"{base}:checkpoints/{name}" for name in self.config.donor_names()[:-2]}
@@ -200,7 +206,8 @@ class Study:
             f"{task}.{style}.{objective}.{place}.lr{lr:g}.s{seed}.m{self.m}",
             spec,
             inputs,
-            threads=training["threads"],
+            ("train", f"grafting.training.objectives.{OBJECTIVES[objective].partition(':')[0]}"),
+            training["threads"],
         )
 
     def merge(self, name: str, recipe: dict, model: str, trained: str, donor: str) -> str:

@@ -12,12 +12,13 @@ An objective is built as `Objective(setup)` and offers
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from grafting.errors import UserError
 from grafting.training.objectives.base import Setup
-from grafting.training.objectives.self_distillation import SelfDistillation
-from grafting.training.objectives.supervised import Supervised
 
-OBJECTIVES = {"sft": Supervised, "opsd": SelfDistillation}
+#: name -> module of this package and its class. Resolved on use: a changed objective reruns its own jobs only.
+OBJECTIVES = {"sft": "supervised:Supervised", "opsd": "self_distillation:SelfDistillation"}
 
 
 def build(setup: Setup):
@@ -26,4 +27,5 @@ def build(setup: Setup):
     if name not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
         raise UserError(f"{setup.job.id}: objective {name!r} is not known; choose one of {known}")
-    return OBJECTIVES[name](setup)
+    module, _, objective = OBJECTIVES[name].partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), objective)(setup)

@@ -61,6 +61,62 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def why(options: argparse.Namespace) -> int:
+    """Say what of a job's key changed: spec field, input, module, library."""
+    from grafting.plan.front import load_study
+    from grafting.provenance.inspect import find
+    from grafting.provenance.inspect import why as explain
+    from grafting.provenance.store import Store
+
+    study, store = load_study(*_overlays(options)), Store()
+    job = study.jobs[find(options.target, list(study.jobs))]
+    print("\n".join(explain(job, store, options.since)))
+    return 0
+
+
+def trace(options: argparse.Namespace) -> int:
+    """Print the tree of artefacts behind a result, down to data and code."""
+    from grafting.provenance.inspect import all_ids, find
+    from grafting.provenance.inspect import trace as walk
+    from grafting.provenance.store import Store
+
+    store = Store()
+    for line in walk(find(options.target, all_ids(store)), store):
+        print(line)
+    return 0
+
+
+def status(options: argparse.Namespace) -> int:
+    """Say where the payloads are that sentinels name; exit status 1 if one is nowhere."""
+    from grafting.provenance.health import examine
+    from grafting.provenance.store import Store
+
+    health = examine(Store())
+    print(f"present in store/:                  {len(health.present)}")
+    print(f"only in DVC's cache (dvc checkout): {len(health.cached)}")
+    print(f"listed by DVC, not here (dvc pull): {len(health.listed)}")
+    print(f"nowhere:                            {len(health.missing)}")
+    for word, ids in (("nowhere", health.missing), ("damaged sentinel", health.damaged)):
+        for job_id in ids:
+            print(f"  {word}: {job_id}")
+    if health.missing or health.damaged:
+        print("`grafting repair` removes exactly these sentinels, so that the next run makes them again.")
+        return 1
+    return 0
+
+
+def repair(options: argparse.Namespace) -> int:
+    """Remove the sentinels of payloads that are nowhere, so that they are made again."""
+    from grafting.provenance.health import examine
+    from grafting.provenance.health import repair as mend
+    from grafting.provenance.store import Store
+
+    store = Store()
+    removed = mend(store, examine(store))
+    print("\n".join(f"removed: provenance/{job_id}.json" for job_id in removed) or "nothing to repair")
+    return 0
+
+
 def publish(options: argparse.Namespace) -> int:
     """Copy the exported results to published/<preset>/ (for maintainers)."""
     from grafting.analysis.published import write_published
@@ -103,10 +159,17 @@ def main(arguments: list[str] | None = None) -> int:
 
     for function in (show, publish):
         verb(function).add_argument("--results", type=Path, default=Path("results"))
-    for function in (config, plan):
+    for function in (status, repair):
+        verb(function)
+    verb(trace).add_argument("target", help="a result, sentinel, payload or job")
+    for function in (config, plan, why):
         sub = verb(function)
         sub.add_argument("--configfile", type=Path, nargs="*", default=[], help="overlays on config.yaml")
-    sub.add_argument("--jobs", action="store_true", help="list every job")
+        if function is plan:
+            sub.add_argument("--jobs", action="store_true", help="list every job")
+        if function is why:
+            sub.add_argument("target", help="a job's id, its name without key, or a path of it")
+            sub.add_argument("--since", metavar="REV", help="compare with the sentinels of a git revision")
     verb(sources).add_argument("folders", type=Path, nargs="+")
     options = parser.parse_args(arguments)
     try:

@@ -127,10 +127,16 @@ def locked_versions() -> dict[str, str]:
     return {m.group(1).lower().replace("_", "-"): m.group(2) for m in pairs if m}
 
 
+#: code digest -> what it is made of, for all digests asked for in this process
+MANIFESTS: dict[str, dict[str, dict[str, str]]] = {}
+
+
 @cache
 def code_digest(entry: str, *parts: str) -> str:
     """12 hex digits for a stage's entry (a key of ENTRIES) and the modules that it resolves by name."""
     modules = closure(ENTRIES[entry], *parts)
     libraries = {name for module in modules for name in _module(module)[2]} & DECIDING
     versions = {name: locked_versions().get(name, "unlocked") for name in sorted(libraries)}
-    return digest([{module: _module(module)[0] for module in modules}, versions])
+    manifest = {"modules": {module: _module(module)[0][:16] for module in modules}, "libraries": versions}
+    MANIFESTS[digest(manifest)] = manifest
+    return digest(manifest)

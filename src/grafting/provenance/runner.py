@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib
+import json
 import os
 import resource
 import shutil
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from grafting.errors import UserError
 from grafting.plan.jobs import Job
-from grafting.plan.planfile import read_job
+from grafting.plan.planfile import read_job, read_manifest
 from grafting.provenance import facts
 from grafting.provenance.progress import Progress
 from grafting.provenance.store import Store
@@ -115,8 +116,6 @@ def execute(job: Job, store: Store, function, terminal) -> None:
         return
     concrete = job
     if job.alternatives:
-        import json
-
         choice = json.loads((store.payload(job.inputs["selection"][0]) / "choice.json").read_text(encoding="utf-8"))
         concrete = job.alternatives[choice["choice"]]
     existing = store.with_key(concrete.stage, concrete.key) if concrete is not job else None
@@ -202,7 +201,10 @@ def run(target: str, arguments: list[str]) -> int:
         _keep_heap()
         module, _, name = target.partition(":")
         job = read_job(options.plan, options.job)
-        execute(job, Store(), getattr(importlib.import_module(module), name), terminal)
+        store = Store()
+        for code in {job.code, *(way.code for way in job.alternatives.values())}:
+            store.keep_code(code, lambda code=code: read_manifest(options.plan, code))
+        execute(job, store, getattr(importlib.import_module(module), name), terminal)
     except UserError as error:
         for stream in (sys.stderr, terminal):
             print(f"error in {options.job}: {error}", file=stream, flush=True)

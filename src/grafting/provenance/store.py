@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from grafting.errors import UserError
@@ -66,6 +67,15 @@ class Store:
                 f"bring it back with `dvc checkout` or `dvc pull`, or delete {self.sentinel(target)} to recompute it"
             )
         return path
+
+    def code(self, code: str) -> Path:
+        """Path of the record of what a code digest is made of."""
+        return self.root / "provenance" / "code" / f"{code}.json"
+
+    def keep_code(self, code: str, manifest: Callable[[], dict | None]) -> None:
+        """Record what a code digest is made of, once, so that `grafting why` can name the module that changed."""
+        if not self.code(code).exists() and (content := manifest()) is not None:
+            write_json(self.code(code), content)
 
     def with_key(self, stage: str, key: str) -> str | None:
         """Id of a complete artefact of this stage with this key, whatever its readable name."""

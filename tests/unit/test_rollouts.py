@@ -10,6 +10,7 @@ import torch
 from grafting.errors import UserError
 from grafting.models import load_tokenizer, save_model
 from grafting.models.scratch import new_model, new_tokenizer
+from grafting.provenance.progress import Progress
 from grafting.rollouts import example_seed, generate
 from grafting.rollouts.counting import Counter
 from grafting.rollouts.sampling import choose, uniforms
@@ -45,6 +46,9 @@ class Job:
 
     def add_cost(self, **numbers):
         self.cost.update(numbers)
+
+    def progress(self, total, label, unit="step"):
+        return Progress(total, label, unit, print)
 
     @contextmanager
     def phase(self, name):

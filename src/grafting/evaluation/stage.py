@@ -76,18 +76,17 @@ def _compute(job: Any, points: Sequence[dict[str, Any]], folders: Sequence[Path]
         decoding = Decoding(tokenizer, stop_ids(model, tokenizer), pad_id, spec["batch_size"], spec["max_new_tokens"])
         sweep = Sweep.of_job(job) if any(point["recipe"] is not None for point in points) else None
     counter = Counter()
-    bar = job.progress(len(points), "evaluate", unit="point")
+    bar = job.progress(len(points) * sum(len(suite.examples) for suite in suites), "evaluation", unit="answer")
     # The points that are the model itself come first, while its weights are still untouched.
     for point in sorted(points, key=lambda point: point["recipe"] is not None):
         if point["recipe"] is not None:
             with job.phase("merge"):
                 sweep.into(model, point["recipe"])
         with job.phase("rollout"):
-            predictions = predict(model, suites, decoding, counter)
+            predictions = predict(model, suites, decoding, counter, bar.update)
         scores = [row for suite, rows in zip(suites, predictions, strict=True) for row in summarise(suite, rows)]
         _write_point(job.out, point, scores)
         _write_predictions(job.out / f"{point['key']}.jsonl.gz", [row for rows in predictions for row in rows])
-        bar.update(1)
     bar.close()
     job.add_cost(**counter.cost(count_parameters(model)))
 

@@ -92,8 +92,17 @@ def option_tokens(tokenizer: Any, messages: Sequence[Mapping[str, str]], count: 
     return list(answers[0][:shared]), ids
 
 
-def predict(model: Any, suites: Sequence[Suite], decoding: Decoding, counter: Any) -> list[list[Prediction]]:
-    """The predictions of every suite, in example order. All generated answers come from one generate call."""
+def predict(
+    model: Any,
+    suites: Sequence[Suite],
+    decoding: Decoding,
+    counter: Any,
+    progress: Callable[[int], object] = lambda answers: None,
+) -> list[list[Prediction]]:
+    """The predictions of every suite, in example order. All generated answers come from one generate call.
+
+    `progress(n)` is told when n more examples are answered.
+    """
     generated = [suite for suite in suites if suite.letters is None]
     rollouts = iter(
         generate(
@@ -104,6 +113,7 @@ def predict(model: Any, suites: Sequence[Suite], decoding: Decoding, counter: An
             pad_id=decoding.pad_id,
             batch_size=decoding.batch_size,
             counter=counter,
+            progress=progress,
         )
         if generated
         else ()
@@ -111,7 +121,7 @@ def predict(model: Any, suites: Sequence[Suite], decoding: Decoding, counter: An
     return [
         _score_generated(suite, rollouts, decoding.text)
         if suite.letters is None
-        else _score_options(suite, model, decoding, counter)
+        else _score_options(suite, model, decoding, counter, progress)
         for suite in suites
     ]
 
@@ -127,7 +137,9 @@ def _score_generated(suite: Suite, rollouts: Any, text_of: Callable[[Sequence[in
     return predictions
 
 
-def _score_options(suite: Suite, model: Any, decoding: Decoding, counter: Any) -> list[Prediction]:
+def _score_options(
+    suite: Suite, model: Any, decoding: Decoding, counter: Any, progress: Callable[[int], object]
+) -> list[Prediction]:
     """Argmax of the next-token logit over each example's option letters."""
     predictions: list[Prediction | None] = [None] * len(suite.examples)
     order = sorted(range(len(suite.examples)), key=lambda i: len(suite.prompts[i]))
@@ -140,6 +152,7 @@ def _score_options(suite: Suite, model: Any, decoding: Decoding, counter: Any) -
             chosen = ascii_uppercase[int(logits[row, list(suite.letters[i])].argmax())]
             correct = chosen == example["answer"]
             predictions[i] = _prediction(example, chosen, correct, "correct" if correct else "wrong", "option")
+        progress(len(rows))
     return predictions
 
 

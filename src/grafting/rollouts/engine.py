@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +46,14 @@ def generate(
     seeds: list[int] | None = None,
     batch_size: int,
     counter=None,
+    progress: Callable[[int], object] | None = None,
 ) -> list[Rollout]:
     """One response per prompt, in the order of the prompts.
 
     Greedy at temperature 0, else sampled with one seed per prompt (see `sampling`). Prompts are batched by
     length and padded on the left; padding does not change logits beyond rounding. `counter.add(
-    tokens_generated=, tokens_forwarded=)` receives what was computed, padding and finished rows not counted.
+    tokens_generated=, tokens_forwarded=)` receives what was computed, padding and finished rows not counted;
+    `progress(n)` is told when n more prompts are answered.
     UserError: empty prompt, prompt and response longer than the context.
     """
     if temperature != 0 and (seeds is None or len(seeds) != len(prompts)):
@@ -71,6 +74,8 @@ def generate(
             results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter)
             for i, rollout in zip(chosen, results, strict=True):
                 rollouts[i] = rollout
+            if progress is not None:
+                progress(len(chosen))
     finally:
         model.train(was_training)
     return rollouts

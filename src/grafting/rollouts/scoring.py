@@ -49,6 +49,7 @@ def respond(
     seed: int = 0,
     step: int = 0,
     counter=None,
+    progress=None,
 ) -> list[Response]:
     """Let the model answer the examples (greedily by default) and score the answers.
 
@@ -68,6 +69,7 @@ def respond(
         seeds=[example_seed(seed, step, example["id"]) for example in examples],
         batch_size=batch_size,
         counter=counter,
+        progress=progress,
     )
     responses = []
     for example, prompt, rollout in zip(examples, prompts, rollouts, strict=True):

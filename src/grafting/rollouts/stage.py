@@ -30,7 +30,7 @@ def run(job) -> None:
         raise UserError(f"{job.id}: the split {spec['split']!r} of {info['name']} has no examples")
     model = load_model(job.input("model")).to(device())
     tokenizer = load_tokenizer(job.input("model"))
-    counter = Counter()
+    counter, bar = Counter(), job.progress(len(examples), "rollouts", unit="example")
     with job.phase("rollout"):
         responses = respond(
             model,
@@ -43,7 +43,9 @@ def run(job) -> None:
             temperature=spec["temperature"],
             seed=spec["seed"],
             counter=counter,
+            progress=bar.update,
         )
+    bar.close()
     lines = "".join(json.dumps(asdict(response), ensure_ascii=False) + "\n" for response in responses)
     (job.out / "rollouts.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
     result = summary(responses)

@@ -9,6 +9,7 @@ WARM = []
 
 def begin():
     """Start the warm process where jobs run on this machine; cluster nodes import for themselves."""
+    STORE.sweep_aside()
     if workflow.is_main_process and not workflow.non_local_exec:
         WARM.append(warm.start())
 

@@ -130,8 +130,8 @@ def publish(options: argparse.Namespace) -> int:
 
 
 def sources(options: argparse.Namespace) -> int:
-    """Print size and hash of outside files for sources.lock.yaml, or the hash of a model folder's weights."""
-    from grafting.models.stage import weights_digest
+    """Print size and hash of outside files for sources.lock.yaml, or the hash of a model folder."""
+    from grafting.models.stage import directory_digest
     from grafting.provenance.files import file_digest
 
     entries = {}
@@ -140,7 +140,7 @@ def sources(options: argparse.Namespace) -> int:
         if not files:
             raise UserError(f"{folder}: holds no files")
         if (folder / "config.json").is_file():
-            entries[folder.name] = {"path": str(folder), "sha256": weights_digest(folder)}
+            entries[folder.name] = {"path": str(folder), "sha256": directory_digest(folder)}
             continue
         entries[folder.name] = [{"name": p.name, "sha256": file_digest(p), "bytes": p.stat().st_size} for p in files]
     print(yaml.safe_dump(entries, sort_keys=False), end="")

@@ -32,8 +32,9 @@ class FakeJob:
     def inputs(self, role: str) -> list[Path]:
         return self._inputs.get(role, [])
 
-    def sidecar(self, job_id: str) -> dict:
-        opsd = ".opsd." in job_id
+    def sidecar(self, stage: str, key: str) -> dict:
+        assert stage == "train"
+        opsd = ".opsd." in key
         flops = 6 * 2_000_000 * 80 * 64 * 12 * (2 if opsd else 1)
         return {
             "cost": {
@@ -65,7 +66,11 @@ class StudyBuilder:
             "tasks": TASKS,
             "styles": ["own", "expert"],
             "protocols": list(protocols),
-            "settings": {"preset": "synthetic", "seeds": self.seeds},
+            "settings": {
+                "preset": "synthetic",
+                "seeds": self.seeds,
+                "learners": {"opsd": {"divergence": "forward_kl", "teacher": "frozen"}},
+            },
             "evaluations": self.evaluations,
             "selections": self.selections,
             "rollouts": self.rollouts,
@@ -129,7 +134,7 @@ class StudyBuilder:
             }
             self.evaluations.append(
                 {"input": index, "point": "p", "split": "val", "labels": {**labels, **candidate},
-                 "trained": candidate["trained"][str(seed)]}
+                 "trained": candidate["trained"][str(seed)][-1]}
             )  # fmt: skip
 
     def rollout(self, task: str, style: str, shown: bool, model_seed: int) -> None:
@@ -140,10 +145,13 @@ class StudyBuilder:
 
 
 def candidate(
-    method: str, donor: str, scale: float, task: str, style: str, seeds, mask="none", operator="graft"
-) -> dict:
+    method: str, donor: str, scale: float, task: str, style: str, seeds, mask="none", operator="graft",
+    staged=False,
+) -> dict:  # fmt: skip
+    """`trained` as the plan gives it: seed -> stages -> keys; `staged` for a candidate of the sequence."""
     learned = [task] if task != "all" else TASKS
-    trained = {str(s): [f"train/{t}.{style}.{method}.{donor}.s{s}-0" for t in learned] for s in seeds}
+    keys = {str(s): [f"{t}.{style}.{method}.{donor}.s{s}-0" for t in learned] for s in seeds}
+    trained = {s: [ks[: i + 1] for i in range(len(ks))] if staged else [ks] for s, ks in keys.items()}
     return {
         "method": method,
         "style": style,
@@ -167,7 +175,7 @@ def expected(c: dict, protocol: str, style: str, task: str) -> tuple[float, floa
     new = 1 / (1 + math.exp(-(math.log(NEW[task] / (1 - NEW[task])) + 5 * (c["scale"] - 1) - loss)))
     forget = (0.97 - PRIOR[task]) * (1.15 if c["method"] == "opsd" else 1) * (1.3 if style == "expert" else 1)
     prior = 0.97 - forget * min(c["scale"], 1.4) ** 2.2
-    if c["mask"].startswith("kfac"):
+    if "-fisher-" in c["mask"]:
         prior, new = prior + 0.3 * (0.97 - prior), new - 0.02
     return new, min(prior, 0.97)
 
@@ -248,7 +256,7 @@ def _single(b: StudyBuilder, task: str, style: str, m: int, donors) -> None:
 
     grafts = [make("sft", donor, scale) for donor in donors for scale in (0.6, 0.8, 1.0)]
     if style == "own":
-        masks = ("kfac-fisher-0.01", "random-random-0.01")
+        masks = ("kfac-fisher-0.01", "kfac-random-0.01")
         grafts += [make("sft", d, s, k) for d in donors[:2] for s in (1.0, 1.3) for k in masks]
     opsd = [make("opsd", "deployed", scale) for scale in (0.6, 0.8, 1.0)]
     for c in [*grafts, *opsd]:
@@ -256,11 +264,13 @@ def _single(b: StudyBuilder, task: str, style: str, m: int, donors) -> None:
     families = {
         "sft": [c for c in grafts if c["donor"] == "deployed" and c["scale"] == 1 and c["mask"] == "none"],
         "opsd": opsd[-1:],
-        "graft": grafts,
+        "graft": [c for c in grafts if "-random-" not in c["mask"]],
         "graft_early": [c for c in grafts if c["donor"] != "deployed" and c["mask"] == "none"],
         "sft_scaled": [c for c in grafts if c["donor"] == "deployed" and c["mask"] == "none"],
         "opsd_scaled": opsd,
         "graft_unmasked": [c for c in grafts if c["mask"] == "none"],
+        "graft_masked": [c for c in grafts if "-fisher-" in c["mask"]],
+        "graft_random": [c for c in grafts if "-random-" in c["mask"]],
         "graft_unscaled": [c for c in grafts if c["mask"] == "none" and c["scale"] == 1],
     }
     for name, candidates in families.items():
@@ -270,12 +280,13 @@ def _single(b: StudyBuilder, task: str, style: str, m: int, donors) -> None:
 
 def _many(b: StudyBuilder, protocol, m, operator, donor, scales, more) -> None:
     suffix, sums, operators = more
+    staged = protocol == "sequential"
     sft, opsd = (
-        [candidate(method, donor, s, "all", "own", b.seeds, operator=operator) for s in scales]
+        [candidate(method, donor, s, "all", "own", b.seeds, operator=operator, staged=staged) for s in scales]
         for method in ("sft", "opsd")
     )
     merged = [
-        candidate("sft", d, s, "all", "own", b.seeds, operator=o)
+        candidate("sft", d, s, "all", "own", b.seeds, operator=o, staged=staged)
         for d in ("deployed", "base")
         for s in sums
         for o in operators

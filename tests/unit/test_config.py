@@ -52,6 +52,12 @@ def test_presets_are_legal_overlays(preset):
         ({"graft": {"donors": ["p61"]}}, "p61"),
         ({"preset": "../escape"}, "preset"),
         ({"task_options": {"wug": {"val_itemz": 3}}}, "did you mean val_items?"),
+        ({"task_options": {"wug": {"val_items": "many"}}}, "task_options.wug.val_items"),
+        ({"styles": ["owm"]}, "did you mean own?"),
+        ({"lineage": {"pretrain": {"skill_weights": {"factt": 2}}}}, "did you mean fact?"),
+        ({"lineage": {"architecture": {"width": 24}}}, "even number"),
+        ({"parallel": {"operators": [{"operator": "ties", "density": 0, "scales": [1]}]}}, "density"),
+        ({"learners": {"opsd": {"divergence": "jsd", "beta": 1.0}}}, "beta"),
         ({"lineage": {"kind": "pretrained", "deployed": {}}}, "exactly one of"),
     ],
 )
@@ -72,7 +78,7 @@ def test_numbers_given_as_strings_are_numbers():
 def test_kind_replaces_the_whole_mapping():
     config = with_(
         tasks=["science"],
-        styles=["reference"],
+        styles=["expert"],
         prior={**DEFAULT["prior"], "kind": "mmlu"},
         lineage={"kind": "pretrained", "deployed": {"path": "models/here", "sha256": "0" * 64}},
         graft={"donors": ["deployed"], "expert_donors": [], "masks": {"donors": [], "scales": [], "candidates": []}},

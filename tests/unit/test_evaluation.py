@@ -217,7 +217,7 @@ def selection(tmp_path: Path, accuracies: dict[str, list[tuple[int, int]]], weig
             (folder / "p.json").write_text(json.dumps({"name": name, "scores": scores}))
             entries.append({"evaluation": len(folders), "point": "p", "seed": seed})
             folders.append(folder)
-        candidates.append({"name": name, "label": {"donor": name}, "points": entries, "final": {"is": name}})
+        candidates.append({"name": name, "label": {"donor": name}, "points": entries})
     job = Job(
         tmp_path / "out",
         {"rule": rule, "prior_weight": weight, "candidates": candidates},
@@ -229,7 +229,7 @@ def selection(tmp_path: Path, accuracies: dict[str, list[tuple[int, int]]], weig
 
 def test_selection_takes_the_best_mean_over_seeds(tmp_path):
     choice = selection(tmp_path, {"a": [(9, 5), (9, 5)], "b": [(8, 9), (6, 9)], "c": [(10, 4), (10, 4)]})
-    assert (choice["choice"], choice["label"], choice["final"]) == ("b", {"donor": "b"}, {"is": "b"})
+    assert (choice["choice"], choice["label"]) == ("b", {"donor": "b"})
     assert choice["candidates"][1] == {
         "name": "b",
         "label": {"donor": "b"},

@@ -23,7 +23,7 @@ from grafting.merging.sweep import Sweep
 from grafting.merging.weights import Weights
 
 MERGEKIT = json.loads((Path(__file__).parent / "fixtures" / "mergekit_updates.json").read_text())
-RANDOM_MASK = {"estimator": "random", "rank": "random", "fraction": 0.5}
+RANDOM_MASK = {"estimator": "diagonal", "rank": "random", "fraction": 0.5}
 
 
 def pico(seed: int, dtype=torch.float32, vocab: int = 11, tied: bool = True):
@@ -124,7 +124,7 @@ def test_trim_keeps_exactly_k(values, density):
         ({"scale": 1.0, "terms": [0, 1]}, "one term"),
         ({"operator": "sum", "scale": 1.0, "terms": [0, 0]}, "distinct"),
         ({"scale": 1.0, "mask": {"estimator": "kfac", "rank": "fisher", "fraction": 2}}, "mask.fraction"),
-        ({"scale": 1.0, "mask": {"estimator": "kfac", "rank": "random", "fraction": 0.1}}, "random"),
+        ({"scale": 1.0, "mask": {"estimator": "random", "rank": "random", "fraction": 0.1}}, "mask.estimator"),
     ],
 )
 def test_recipe_refuses(recipe, word):
@@ -161,7 +161,12 @@ def test_bit_identities(lineage, tmp_path):
     assert same(sweep.state({"scale": 1.0}), trained)
     assert same(sweep.state({"scale": 1.0, "terms": [2]}), trained)  # its donor is a copy
     assert not same(sweep.state({"scale": 1.0, "terms": [1]}), weights_of(lineage / "from_base"))
-    for estimator, rank in (("random", "random"), ("kfac", "fisher"), ("diagonal", "fisher_delta2")):
+    for estimator, rank in (
+        ("diagonal", "random"),
+        ("kfac", "random"),
+        ("kfac", "fisher"),
+        ("diagonal", "fisher_delta2"),
+    ):
         whole = {"estimator": estimator, "rank": rank, "fraction": 1}
         assert same(sweep.state({"scale": 1.3, "terms": [1], "mask": whole}), deployed)
         assert same(
@@ -358,7 +363,7 @@ class FakeJob(SimpleNamespace):
             paths=paths,
             metrics={},
             cost={},
-            input_ids={role: [p.name for p in ps] for role, ps in paths.items()},
+            input_keys={role: [p.name for p in ps] for role, ps in paths.items()},
         )
         out.mkdir()
 

@@ -290,7 +290,7 @@ def run(out: Path, source: dict, dtype: str = "float32") -> SimpleNamespace:
 
 
 def test_stage_from_a_path(saved, tmp_path):
-    digest = hashlib.sha256((saved / "model.safetensors").read_bytes()).hexdigest()
+    digest = stage.directory_digest(saved)
     job = run(tmp_path / "a", {"path": str(saved), "sha256": digest})
     assert contents(tmp_path / "a") == contents(saved)
     assert job.metrics == {"parameters": count_parameters(load_model(saved))}
@@ -298,6 +298,26 @@ def test_stage_from_a_path(saved, tmp_path):
     assert load_model(tmp_path / "b", "as_saved").dtype == torch.bfloat16
     with pytest.raises(UserError, match="expected 00"):
         run(tmp_path / "c", {"path": str(saved), "sha256": "00"})
+
+
+def test_directory_digest_covers_what_decides_behaviour(copy, tmp_path, monkeypatch):
+    names = sorted(path.name for path in copy.iterdir())
+    lines = sorted(f"{hashlib.sha256((copy / name).read_bytes()).hexdigest()}  {name}\n" for name in names)
+    whole = stage.directory_digest(copy)
+    assert whole == hashlib.sha256("".join(lines).encode()).hexdigest()
+    (copy / "README.md").write_text("a model")
+    (copy / "training.jsonl").write_text("{}")
+    assert stage.directory_digest(copy) == whole
+    monkeypatch.setattr(stage, "load_model", None)  # nothing is loaded before the check
+    for number, name in enumerate([*names, "model-2.safetensors", "special_tokens_map.json", "vocab.json"]):
+        before = (copy / name).read_bytes() if (copy / name).exists() else None
+        (copy / name).write_bytes((before or b"{}") + b"\n")
+        assert stage.directory_digest(copy) != whole, name
+        with pytest.raises(UserError, match=f"expected {whole}"):
+            run(tmp_path / str(number), {"path": str(copy), "sha256": whole})
+        (copy / name).unlink() if before is None else (copy / name).write_bytes(before)
+    with pytest.raises(UserError, match="model directory missing"):
+        stage.directory_digest(tmp_path / "nowhere")
 
 
 def test_stage_sources_that_fail(tmp_path, monkeypatch):

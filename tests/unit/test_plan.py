@@ -61,7 +61,7 @@ def test_opsd_learning_rate_moves_opsd_only(default):
 
 
 def test_new_scale_touches_sweeps_and_selections_only(default):
-    new = new_jobs(default, study(graft={"scales": [0.6, 0.7, 0.8, 1.0]}))
+    new = new_jobs(default, study(graft={"scales": [0.6, 0.7, 0.8, 1.0, 1.3]}))
     assert set(new) == {"evaluate", "select", "merge", "report"}
 
 
@@ -69,7 +69,7 @@ def test_points_keep_their_keys_when_a_scale_is_added(default):
     def points(s: Study) -> set[str]:
         return {p["key"] for j in s.jobs.values() if j.stage == "evaluate" for p in j.spec.get("points", [])}
 
-    more = points(study(graft={"scales": [0.6, 0.7, 0.8, 1.0]}))
+    more = points(study(graft={"scales": [0.6, 0.7, 0.8, 1.0, 1.3]}))
     assert points(default) < more
 
 
@@ -80,6 +80,19 @@ def test_moving_the_data_moves_no_key(default):
 def test_names_are_safe_file_names(default):
     for job in default.jobs.values():
         assert "/" not in job.name and ".." not in job.name and len(job.id) < 200
+
+
+def test_plan_says_where_a_moved_model_lies(tmp_path):
+    jobs = [Job("models", "m", {}, {}, "c", places={"path": place}) for place in ("/old", "/new")]
+    assert jobs[0].key == jobs[1].key
+    for job in jobs:
+        assert read_job(write_plan({job.id: job}, tmp_path), job.id).places == job.places
+
+
+def test_threads_of_a_job_are_those_of_its_spec(default):
+    for job in default.jobs.values():
+        ways = [job, *job.alternatives.values()]
+        assert job.threads == max(way.spec.get("threads", 1) for way in ways)
 
 
 def test_plan_file_gives_the_job_back(default, tmp_path):
@@ -102,6 +115,15 @@ def test_digest_ignores_comments_docstrings_annotations_and_layout():
     three = "def f(a, b=3):\n    return a + b\n"
     dumps = [code._dump(ast.parse(text)) for text in (one, two, three)]
     assert dumps[0] == dumps[1] != dumps[2]
+
+
+def test_digest_sees_fields_of_classes_and_types_of_literals():
+    def dump(text: str) -> object:
+        return code._dump(ast.parse(text))
+
+    assert dump("class A:\n    f: float = 1") != dump("class A:\n    f: int = 1")
+    assert dump("x = 1") != dump("x = 1.0") != dump("x = '1.0'")
+    assert dump("x: int = 1") == dump("x: float = 1")
 
 
 def test_small_stages_do_not_depend_on_big_rooms():

@@ -285,7 +285,8 @@ def test_kfac_mask_of_everything_but_a_little_leaves_little(update, payloads):
 
 
 @pytest.mark.parametrize(
-    "estimator, rank", [("diagonal", "fisher"), ("kfac", "fisher"), ("kfac", "fisher_delta2"), ("random", "random")]
+    "estimator, rank",
+    [("diagonal", "fisher"), ("kfac", "fisher"), ("kfac", "fisher_delta2"), ("diagonal", "random"), ("kfac", "random")],
 )
 def test_no_mask_and_whole_mask(update, payloads, estimator, rank):
     mask = {"estimator": estimator, "rank": rank}
@@ -297,18 +298,43 @@ def test_no_mask_and_whole_mask(update, payloads, estimator, rank):
 
 @given(fraction=st.floats(0.001, 0.999), seed=st.integers(0, 3))
 @settings(max_examples=20, deadline=None)
-def test_random_mask(update, fraction, seed):
-    mask = {"estimator": "random", "rank": "random", "fraction": fraction, "seed": seed}
-    masked = apply_mask(update, mask, {})
-    for tensor in masked.values():
-        assert int((tensor == 0).sum()) == round(fraction * tensor.numel())
-    some = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight")
-    alone = apply_mask({some[0]: update[some[0]]}, mask, {})
-    assert torch.equal(alone[some[0]], masked[some[0]])
+def test_random_coordinates(update, fraction, seed):
+    mask = {"estimator": "diagonal", "rank": "random", "fraction": fraction, "seed": seed}
+    masked = apply_mask(update, mask, {})  # needs no sensitivity
+    gone = flat(masked) == 0
+    assert int(gone.sum()) == round(fraction * len(gone))
+    assert torch.equal(flat(masked)[~gone], flat(update)[~gone])
+    backwards = apply_mask(dict(reversed(update.items())), mask, {})
+    assert all(torch.equal(backwards[name], masked[name]) for name in update)
     if 0.1 < fraction < 0.9:
-        assert not torch.equal(masked[some[0]] == 0, masked[some[1]] == 0)
-        other = apply_mask(update, mask | {"seed": 9}, {})
-        assert not torch.equal(masked[some[0]], other[some[0]])
+        one, two = (masked[f"model.layers.{i}.mlp.up_proj.weight"] == 0 for i in (0, 1))
+        assert not torch.equal(one, two)
+        assert not torch.equal(gone, flat(apply_mask(update, mask | {"seed": 9}, {})) == 0)
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.01, 0.3, 0.95])
+def test_random_directions_of_the_kfac_basis(update, payloads, fraction):
+    """As many as the Fisher mask removes, in the same basis, over the whole model, others untouched."""
+    bases = load_file(payloads["kfac"] / "kfac.safetensors")
+    modules = sorted(name.removesuffix(".A.values") for name in bases if name.endswith(".A.values"))
+
+    def gone(**options):
+        mask = {"estimator": "kfac", "rank": "random", "fraction": fraction, "seed": 0} | options
+        masked = apply_mask(update, mask, payloads)
+        for name in update:
+            assert name.removesuffix(".weight") in modules or masked[name] is update[name]
+        parts = {}
+        for m in modules:
+            g, a = (bases[f"{m}.{letter}.vectors"].double() for letter in "GA")
+            before, after = (g.T @ u[f"{m}.weight"] @ a for u in (update, masked))
+            parts[m] = after.abs() < 1e-4 * before.abs()
+            torch.testing.assert_close(after[~parts[m]], before[~parts[m]], rtol=1e-3, atol=1e-5)
+        return torch.cat([parts[m].reshape(-1) for m in modules])
+
+    drawn = gone()
+    assert int(drawn.sum()) == int(gone(rank="fisher").sum()) == round(fraction * len(drawn))
+    assert torch.equal(drawn, gone()) and not torch.equal(drawn, gone(seed=1))
+    assert not torch.equal(drawn, gone(rank="fisher"))
 
 
 def test_mask_report():
@@ -331,9 +357,11 @@ def test_masks_refuse_another_models_sensitivity(update, payloads, tmp_path):
         apply_mask({"model.norm.weight": torch.ones(8)}, mask("kfac"), payloads)
     with pytest.raises(UserError, match="needs the input sensitivity_kfac"):
         apply_mask(update, mask("kfac"), {"diagonal": tmp_path})
+    with pytest.raises(UserError, match="needs the input sensitivity_kfac"):
+        apply_mask(update, mask("kfac", rank="random"), {})
     with pytest.raises(UserError, match="no kfac.safetensors"):
         apply_mask(update, mask("kfac"), {"kfac": tmp_path})
-    wrongs = mask("kfac", fraction=1.5), mask("kfac", rank="random"), mask("ekfac"), mask("kfac", per="x")
+    wrongs = mask("kfac", fraction=1.5), mask("random", rank="random"), mask("ekfac"), mask("kfac", per="x")
     for wrong in wrongs:
         with pytest.raises(UserError, match="recipe.mask"):
             apply_mask(update, wrong, payloads)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from grafting.errors import UserError
+from grafting.plan.sources import files_of
 from grafting.tasks import (
     check_sources,
     demonstration_messages,
@@ -82,6 +83,12 @@ def test_training_stream_is_the_measured_one(phase, share, weights, golden):
     stream = tiny.training_stream(random.Random(0), phase, 8, share, weights)
     batches = list(itertools.islice(stream, 50))
     assert hashlib.sha256(json.dumps(batches).encode()).hexdigest()[:16] == golden
+
+
+def test_weights_of_unknown_skills_are_refused():
+    for phase, skill in (("pretrain", "revv"), ("pretrain", "second"), ("posttrain", "zup")):
+        with pytest.raises(UserError, match=f"{phase}.skill_weights: unknown skill '{skill}'; known are copy, rev"):
+            next(tiny.training_stream(random.Random(0), phase, 8, 0.3, {"rev": 2.0, skill: 1.5}))
 
 
 def test_training_stream_shares():
@@ -322,14 +329,14 @@ def test_mmlu(tmp_path, monkeypatch):
 @pytest.mark.skipif(not (PUBLIC / "sciknoweval").is_dir(), reason="public data sets are not here")
 def test_real_data(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFTING_DATA_ROOT", str(PUBLIC))
-    about, prior = known_tasks()["science"], known_priors()["mmlu"]
-    files = [entry(PUBLIC / "sciknoweval" / name) for name in about["files"]]
-    folder = build(tmp_path / "s", builder="science", files=files, **about["option_defaults"])
+    sizes = {"train_items": 1571, "val_items": 105, "test_items": 419, "seed": 11}
+    options = known_tasks()["science"]["option_defaults"]
+    folder = build(tmp_path / "s", builder="science", files=files_of("sciknoweval"), **sizes, **options)
     counts = load_info(folder)["counts"]
     assert (counts["read"], counts["multiple_choice"], counts["filling_left_out"]) == (2400, 2100, 300)
     assert sum(len(ids(folder, split)) for split in ("train", "val", "test")) == 2095
-    files = [entry(PUBLIC / "mmlu" / name) for name in prior["files"]]
-    folder = build(tmp_path / "m", builder="mmlu", files=files, **prior["option_defaults"])
+    sizes = {"val_items": 200, "test_items": 400, "retention_items": 100, "seed": 123}
+    folder = build(tmp_path / "m", builder="mmlu", files=files_of("mmlu"), **sizes)
     assert load_info(folder)["counts"]["read"] == 15858
 
 
@@ -337,7 +344,8 @@ def test_real_data(tmp_path, monkeypatch):
 def test_registry_names_builders():
     for about in [*known_tasks().values(), *known_priors().values()]:
         assert about["builder"] in stage.BUILDERS
-        assert set(about) == {"kind", "builder", "summary", "option_defaults", "styles", "source", "files"}
+        assert set(about) - {"option_defaults"} == {"kind", "builder", "summary", "styles", "source"}
+    assert all("option_defaults" in about for about in known_tasks().values())
     known_tasks()["science"]["option_defaults"].clear()
     assert known_tasks()["science"]["option_defaults"]  # a copy was changed, not the registry
 

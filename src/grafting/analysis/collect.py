@@ -37,7 +37,7 @@ class Point:
     split: str
     labels: Mapping[str, Any]
     scores: Sequence[Mapping[str, Any]]
-    trained: tuple[str, ...]
+    trained: tuple[str, ...]  # keys of the training jobs
     cost: Mapping[str, float]
 
     @cached_property
@@ -74,7 +74,7 @@ class Selected:
     labels: Mapping[str, Any]  # family, protocol, style, task, model_seed
     choice: Mapping[str, Any]
     points: tuple[Point, ...]
-    searched: tuple[str, ...]  # training jobs behind all candidates, over all seeds
+    searched: tuple[str, ...]  # keys of the training jobs behind all candidates, over all seeds
     search_cost: Mapping[str, float]
 
     @property
@@ -134,26 +134,40 @@ def collect(job: Any) -> Study:
 
 
 def _searched(choice: Mapping[str, Any]) -> tuple[str, ...]:
-    """Training jobs of all candidates, each once."""
+    """Keys of the training jobs of all candidates, over all seeds and stages, each once."""
     labels = [candidate.get("label", {}) for candidate in choice["candidates"]] or [choice["label"]]
-    return tuple(dict.fromkeys(job for label in labels for jobs in label.get("trained", {}).values() for job in jobs))
+    return tuple(
+        dict.fromkeys(
+            job for label in labels for stages in label.get("trained", {}).values() for jobs in stages for job in jobs
+        )
+    )
+
+
+def _trained(chosen: Mapping[str, Any], labels: Mapping[str, Any]) -> list[str]:
+    """Keys of the training jobs behind one test point: those up to its own stage of a sequence, not the whole chain's.
+
+    chosen["trained"]: seed -> stages -> keys behind the model after that stage; one stage outside sequences.
+    """
+    stages = chosen.get("trained", {}).get(str(labels.get("seed")), [])
+    stage = labels.get("stage")
+    return stages[-1 if stage is None else stage] if stages else []
 
 
 class _Costs:
-    """Summed cost of training jobs, each sentinel read once."""
+    """Summed cost of training jobs, given by their keys; each sentinel is read once."""
 
     def __init__(self, job: Any) -> None:
         self._job, self._known = job, {}
 
     def __call__(self, trained: Sequence[str]) -> dict[str, float]:
-        jobs = [self._cost(job_id) for job_id in dict.fromkeys(trained)]
+        jobs = [self._cost(key) for key in dict.fromkeys(trained)]
         total = {name: sum(cost.get(name, 0) for cost in jobs) for name in (*COUNTS, *CLOCK[:2])}
         return {**total, CLOCK[2]: max((cost.get(CLOCK[2], 0) for cost in jobs), default=0)}
 
-    def _cost(self, job_id: str) -> Mapping[str, float]:
-        if job_id not in self._known:
-            self._known[job_id] = self._job.sidecar(job_id)["cost"]
-        return self._known[job_id]
+    def _cost(self, key: str) -> Mapping[str, float]:
+        if key not in self._known:
+            self._known[key] = self._job.sidecar("train", key)["cost"]
+        return self._known[key]
 
 
 def _point(
@@ -174,8 +188,7 @@ def _test_points(folder: Path, own: Mapping[str, Any], choice: Mapping[str, Any]
             continue
         # The candidate says what it is, the point which seed and stage, the entry for which family.
         labels = {**chosen, **{k: v for k, v in (content["labels"] or {}).items() if v is not None}, **own}
-        trained = chosen.get("trained", {}).get(str(labels.get("seed")), [])
-        points.append(_point(folder, content["key"], "test", labels, trained, costs))
+        points.append(_point(folder, content["key"], "test", labels, _trained(chosen, labels), costs))
     return tuple(sorted(points, key=lambda p: (str(p.labels["seed"]), p.labels["stage"] or 0)))
 
 

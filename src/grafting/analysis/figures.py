@@ -158,7 +158,8 @@ def _masked(labels: Mapping[str, Any]) -> bool:
 
 def _name(labels: Mapping[str, Any]) -> str:
     if _masked(labels):
-        return "graft, random mask (control)" if str(labels["mask"]).startswith("random") else "graft, masked"
+        rank = str(labels["mask"]).split("-")[1:2]  # <estimator>-<rank>-<fraction>
+        return "graft, random mask (control)" if rank == ["random"] else "graft, masked"
     learner = "OPSD" if labels["method"] == "opsd" else "SFT"
     if labels["donor"] == "last":
         return f"{learner}, merged after each task"

@@ -1,7 +1,8 @@
 """This run against what the maintainers obtained (`published/<preset>/`).
 
-Every accuracy, count, token and FLOP figure is compared; seconds, memory and dates never are. A difference
-is a notice, not a failure: another CPU may round otherwise.
+Every accuracy, count, token and FLOP figure is compared; seconds, memory and dates never are. A test accuracy
+is correct / n, so it is compared as `correct`, in items, and not counted a second time. A difference is a
+notice, not a failure: another CPU may round otherwise.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ SMALL = (
 )
 LARGEST = 1 << 20  # bytes of a table that is committed as it is; larger ones are gzipped
 MEASURED = {
-    TABLE: ("n", "correct", "accuracy", *COUNTS),
+    TABLE: ("n", "correct", *COUNTS),
     "selections.csv": ("chosen", "score", "new", "prior"),
 }
 IGNORED = {
-    TABLE: ("point", *CLOCK),
+    TABLE: ("point", "accuracy", *CLOCK),
     "selections.csv": (),
-}  # a point's key moves with the code, not with the result
-ACCURACY_TOLERANCE = 0.02  # absolute: what another CPU's rounding may turn in answers
+}  # a point's key moves with the code, not with the result; accuracy follows from correct and n
+# What another CPU's rounding may turn in answers:
+ITEM_TOLERANCE, ITEM_SHARE = 2, 0.02  # items of `correct`, and share of n; the larger counts
+MEAN_TOLERANCE = 0.05  # absolute, for accuracies that come without their counts (selections.csv)
 COUNT_TOLERANCE = 0.02  # relative: tokens and FLOPs follow the length of the answers
 SHOWN = 20
 
@@ -61,11 +64,11 @@ class Comparison:
         """True when nothing differs by more than the tolerance and every row has its partner."""
         return self.present and not (self.different or self.only_here or self.only_published)
 
-    def note(self, where: str, name: str, ours: Any, theirs: Any) -> None:
-        """Files one pair of figures."""
+    def note(self, where: str, name: str, ours: Any, theirs: Any, n: int = 0) -> None:
+        """Files one pair of figures; n is the number of items behind a `correct`."""
         if ours == theirs or (_missing(ours) and _missing(theirs)):
             self.identical += 1
-        elif _close(name, ours, theirs):
+        elif _close(name, ours, theirs, n):
             self.within += 1
         else:
             self.different += 1
@@ -80,9 +83,12 @@ class Comparison:
             )
         total = self.identical + self.within + self.different
         lines = [
-            f"Compared with {self.published}: {self.identical} of {total} figures identical, "
-            f"{self.within} within tolerance (accuracies {ACCURACY_TOLERANCE:g}, "
-            f"counts {COUNT_TOLERANCE:.0%}), {self.different} different."
+            f"Compared every accuracy, count, token and FLOP figure with {self.published}: "
+            f"{self.identical} of {total} figures identical, {self.within} within tolerance, "
+            f"{self.different} different.",
+            f"Accuracy = correct / n is compared by its correct items. Tolerance: {ITEM_TOLERANCE} items or "
+            f"{100 * ITEM_SHARE:g} % of n, whichever is larger; {MEAN_TOLERANCE:g} for mean validation accuracies; "
+            f"{100 * COUNT_TOLERANCE:g} % for tokens and FLOPs.",
         ]
         if self.only_here or self.only_published:
             lines.append(f"Rows only here: {self.only_here}; only published: {self.only_published}.")
@@ -155,7 +161,7 @@ def _compare_tables(name: str, ours: pd.DataFrame, theirs: pd.DataFrame, compari
             where = f"{name} [{' '.join(part for part in key if part != '')}]"
             for column in MEASURED[name]:
                 if column in row and column in other[key]:
-                    comparison.note(where, column, row[column], other[key][column])
+                    comparison.note(where, column, row[column], other[key][column], row.get("n", 0))
 
 
 def _index(name: str, frame: pd.DataFrame) -> dict[tuple[str, ...], Mapping[str, Any]]:
@@ -175,9 +181,11 @@ def _missing(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def _close(name: str, ours: Any, theirs: Any) -> bool:
-    if name in (*COUNTS,):
+def _close(name: str, ours: Any, theirs: Any, n: int) -> bool:
+    if name == "correct":
+        return abs(ours - theirs) <= max(ITEM_TOLERANCE, ITEM_SHARE * n)
+    if name in COUNTS:
         return math.isclose(ours, theirs, rel_tol=COUNT_TOLERANCE)
-    if name in ("accuracy", "score", "new", "prior"):
-        return abs(ours - theirs) <= ACCURACY_TOLERANCE
+    if name in ("score", "new", "prior"):
+        return abs(ours - theirs) <= MEAN_TOLERANCE
     return False

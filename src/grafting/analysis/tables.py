@@ -64,9 +64,18 @@ def _verdict(study: Study, claims: Mapping[str, Any]) -> str:
             f"model seeds {_list(spec['model_seeds'])}; new tasks {_list(spec['tasks'])}. "
             "Accuracies in per cent, ± half of a 95 % interval over seeds and items.",
             "",
+            _opsd(claims["opsd"]),
+            "",
             "![prior against new-task accuracy](figures/frontier.svg)",
         ]
     )
+
+
+def _opsd(setting: Mapping[str, Any] | None) -> str:
+    """Which OPSD: "forward" and "reverse" are used both ways in the literature, so the KL is written out."""
+    if setting is None:
+        return "OPSD is not part of this study."
+    return f"OPSD minimises {setting['divergence']}; teacher: {setting['teacher']}."
 
 
 def _protocols(study: Study) -> list[str]:
@@ -89,7 +98,7 @@ def _protocols(study: Study) -> list[str]:
 def _methods(study: Study, protocol: str, selected: Sequence[Selected], model: Any) -> str:
     """Method x {new, prior, cost}, mean over the protocol's tasks."""
     tasks = task_names(study, protocol)
-    header = ["method", "new task", "prior", "generated", "backpropagated", "FLOPs", "CPU s", "search FLOPs",
+    header = ["method", "new task", "prior", "n", "generated", "backpropagated", "FLOPs", "CPU s", "search FLOPs",
               "selected", "of", "seeds"]  # fmt: skip
     rows = [_deployed_row(study, model)]
     for family in _families(selected):
@@ -97,7 +106,9 @@ def _methods(study: Study, protocol: str, selected: Sequence[Selected], model: A
         have = {s.labels["task"] for s in selected if s.labels["family"] == family and s.labels["model_seed"] == model}
         lacking = [task for task in tasks if task not in have]
         if not points:
-            rows.append([FAMILIES.get(family, family), f"{ABSENT}: {_list(lacking or study.spec['seeds'])}"] + [""] * 9)
+            rows.append(
+                [FAMILIES.get(family, family), f"{ABSENT}: {_list(lacking or study.spec['seeds'])}"] + [""] * 10
+            )
             continue
         new, prior = (estimate(observations(points, suite)) for suite in ("new", "prior"))
         costs = [_mean([p.cost[name] for seed in points.values() for p in seed]) for name in (*COUNTS, "cpu_seconds")]
@@ -105,7 +116,7 @@ def _methods(study: Study, protocol: str, selected: Sequence[Selected], model: A
         candidates = sorted({len(s.choice["candidates"]) for s in chosen})
         rows.append(
             [
-                FAMILIES.get(family, family), percent(new), percent(prior),
+                FAMILIES.get(family, family), percent(new), percent(prior), _sizes(new, prior),
                 si(costs[0]), si(costs[2]), si(costs[3]), f"{costs[4]:.1f}",
                 si(sum(s.search_cost["flops"] for s in chosen)),
 _settings(chosen),
@@ -113,9 +124,9 @@ _settings(chosen),
             ]
         )  # fmt: skip
     note = (
-        "\nCost: training of one selected checkpoint with its rollouts (mean over tasks and seeds), without "
-        "evaluation and Fisher estimates; *search FLOPs*: training of all candidates, all tasks and seeds; "
-        "*of*: their number."
+        "\n*n*: test items × seeds behind new / prior. Cost, from the jobs' own records: training of one selected "
+        "checkpoint with its rollouts (mean over tasks and seeds), without evaluation and Fisher estimates; "
+        "*search FLOPs*: training of all candidates, all tasks and seeds; *of*: their number."
     )
     return markdown(header, rows) + "\n" + note
 
@@ -128,8 +139,13 @@ def _deployed_row(study: Study, model: Any) -> list[str]:
         seen = observations({"": [point]}, "new"), observations({"": [point]}, "prior")
         new.update(seen[0].get("", {}))
         prior.update(seen[1].get("", {}))
-    values = [percent(estimate({"": part})) if part else ABSENT for part in (new, prior)]
-    return ["deployed", *values, *(["0"] * 5), "", "", ""]
+    found = [estimate({"": part}) if part else None for part in (new, prior)]
+    return ["deployed", *map(percent, found), _sizes(*found), *(["0"] * 5), "", "", ""]
+
+
+def _sizes(new: Estimate | None, prior: Estimate | None) -> str:
+    """ "150×3 / 380×3": items × seeds behind the two accuracies."""
+    return " / ".join(ABSENT if value is None else f"{value.items}×{value.seeds}" for value in (new, prior))
 
 
 def _deployed_points(study: Study, model: Any) -> list[Point]:

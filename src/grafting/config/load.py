@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from grafting.config.schema import Config
+from grafting.config.schema import Config, TaskDefaults
 from grafting.errors import UserError
 
 
@@ -103,7 +104,9 @@ def resolve_files(*paths: Path, overrides: dict | None = None) -> Config:
     return resolve(*[read_yaml(path) for path in paths], overrides or {})
 
 
-TASK_SIZES = {"train_items": None, "val_items": None, "test_items": None, "seed": None}
+def _suggest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
 
 
 def _check_tasks(config: Config) -> None:
@@ -112,27 +115,39 @@ def _check_tasks(config: Config) -> None:
     tasks = known_tasks()
     for name in config.tasks:
         if name not in tasks:
-            close = difflib.get_close_matches(name, tasks, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(tasks)}"
-            raise UserError(f"tasks: no task is called {name!r}; {hint}")
-    for name, options in config.task_options.items():
-        if name not in tasks:
-            raise UserError(f"task_options.{name}: no such task; there are {', '.join(tasks)}")
-        known = {**TASK_SIZES, **tasks[name]["option_defaults"]}
-        for key in options:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-                hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-                raise UserError(f"task_options.{name}.{key}: unknown key; {hint}")
-    if config.prior.kind not in known_priors():
-        raise UserError(f"prior.kind: {config.prior.kind!r} is not known; there are {', '.join(known_priors())}")
-    invented = config.lineage.kind == "scratch"
-    for name in config.tasks:
-        if tasks[name]["builder"].startswith("tiny.") != invented:
+            raise UserError(f"tasks: no task is called {name!r}; {_suggest(name, tasks)}")
+        scratch = config.lineage.kind == "scratch"
+        if tasks[name]["builder"].startswith("tiny.") != scratch:
             raise UserError(
                 f"tasks: {name!r} does not fit lineage.kind {config.lineage.kind!r}: "
                 "the tiny language's tasks go with the model made from it, and no other"
             )
+        for style in config.styles:
+            if style not in tasks[name]["styles"]:
+                raise UserError(
+                    f"styles: task {name} has no demonstrations in the style {style!r}; "
+                    f"{_suggest(style, tasks[name]['styles'])}"
+                )
+    for name, options in config.task_options.items():
+        if name not in tasks:
+            raise UserError(f"task_options: no task is called {name!r}; {_suggest(name, tasks)}")
+        known = [*TaskDefaults.model_fields, *tasks[name]["option_defaults"]]
+        for key, value in options.items():
+            if key not in known:
+                raise UserError(f"task_options.{name}.{key}: unknown key; {_suggest(key, known)}")
+            if key in TaskDefaults.model_fields and (type(value) is not int or value < (key != "seed")):
+                raise UserError(f"task_options.{name}.{key}: must be a whole number of at least 1 (given: {value!r})")
+    if config.prior.kind not in known_priors():
+        raise UserError(
+            f"prior.kind: {config.prior.kind!r} is not known; {_suggest(config.prior.kind, known_priors())}"
+        )
+    if config.lineage.kind == "scratch":
+        from grafting.tasks.tiny_language import PRETRAINED_SKILLS, SKILLS
+
+        for phase, skills in (("pretrain", PRETRAINED_SKILLS), ("posttrain", SKILLS)):
+            for skill in getattr(config.lineage, phase).skill_weights:
+                if skill not in skills:
+                    raise UserError(f"lineage.{phase}.skill_weights: no skill {skill!r}; {_suggest(skill, skills)}")
 
 
 def _check_revisions(config: Config) -> None:

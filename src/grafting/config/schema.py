@@ -35,6 +35,8 @@ class Architecture(Section):
     def _heads_divide_width(self) -> Architecture:
         if self.width % self.heads:
             raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        if self.width // self.heads % 2:
+            raise ValueError(f"width / heads is {self.width // self.heads}; rotary positions need an even number")
         return self
 
 
@@ -109,9 +111,7 @@ class Source(Section):
         if len(given) != 1:
             raise ValueError(f"give exactly one of gguf_package, path, hub (given: {', '.join(given) or 'none'})")
         if (self.path is None) != (self.sha256 is None):
-            raise ValueError(
-                "path and sha256 go together: `grafting sources FOLDER` prints the hash of a model's weights"
-            )
+            raise ValueError("path and sha256 go together: `grafting sources FOLDER` prints the hash of a model folder")
         return self
 
 
@@ -197,6 +197,12 @@ class Opsd(Section):
     skip_tokens: Natural
     guard: Guard
 
+    @model_validator(mode="after")
+    def _beta_is_inside(self) -> Opsd:
+        if self.divergence == "jsd" and not 0 < self.beta < 1:
+            raise ValueError(f"jsd needs beta between 0 and 1, given {self.beta}; use forward_kl or reverse_kl")
+        return self
+
 
 class Learners(Section):
     """The learners that are compared."""
@@ -208,15 +214,9 @@ class Learners(Section):
 class MaskCandidate(Section):
     """One way of masking an update."""
 
-    estimator: Literal["kfac", "diagonal", "random"]
+    estimator: Literal["kfac", "diagonal"]
     rank: Literal["fisher", "fisher_delta2", "random"]
     fraction: Fraction
-
-    @model_validator(mode="after")
-    def _rank_fits(self) -> MaskCandidate:
-        if (self.estimator == "random") != (self.rank == "random"):
-            raise ValueError("estimator random goes with rank random, and no other")
-        return self
 
 
 class Masks(Section):
@@ -225,7 +225,7 @@ class Masks(Section):
     donors: list[Name]
     scales: list[Scale]
     candidates: list[MaskCandidate]
-    fisher: bool = True
+    labels: Literal["model", "data"]
 
 
 class Graft(Section):
@@ -251,7 +251,7 @@ class Combination(Section):
     """One way of combining the updates of several tasks."""
 
     operator: Literal["sum", "ties"]
-    density: Fraction = 1.0
+    density: Annotated[float, Field(gt=0, le=1)] = 1.0
     scales: Annotated[list[Scale], Field(min_length=1)]
 
 

@@ -17,7 +17,7 @@ from grafting.errors import UserError
 
 
 def run(job: Any) -> None:
-    """Writes choice.json: choice, label, final, score, and every candidate with its score, new and prior."""
+    """Writes choice.json: choice, label, score, and every candidate with its score, new and prior."""
     if job.spec["rule"] != "balanced":
         raise UserError(f"selection.rule is '{job.spec['rule']}', which is not known; use 'balanced'")
     if not job.spec["candidates"]:
@@ -31,7 +31,6 @@ def run(job: Any) -> None:
     choice = {
         "choice": winner["name"],
         "label": winner["label"],
-        "final": winner.get("final"),
         "score": float(scores[best]),
         "candidates": [
             {

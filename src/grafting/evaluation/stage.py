@@ -9,13 +9,13 @@ a point's key covers its recipe, its models, its data and the evaluator.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from grafting.provenance.files import file_digest
 from grafting.tasks import load_info
 
 
@@ -42,7 +42,7 @@ def _protocol(job: Any, folders: Sequence[Path]) -> dict[str, Any]:
         "decoding": "greedy",
         "batch_size": job.spec["batch_size"],
         "max_new_tokens": job.spec["max_new_tokens"],
-        "chat_template_sha256": hashlib.sha256(template.read_bytes()).hexdigest() if template.is_file() else None,
+        "chat_template_sha256": file_digest(template) if template.is_file() else None,
         "suites": [{"role": i["role"], "name": i["name"], "kind": i["kind"], "scorer": i["scorer"]} for i in infos],
     }
 
@@ -65,12 +65,12 @@ def _compute(job: Any, points: Sequence[dict[str, Any]], folders: Sequence[Path]
     from grafting.models import count_parameters, load_model, load_tokenizer
     from grafting.models.chat import stop_ids
     from grafting.rollouts.counting import Counter
-    from grafting.rollouts.runtime import prepare
+    from grafting.rollouts.runtime import device, prepare
 
     spec = job.spec
     prepare(spec["threads"], 0)
     with job.phase("load"):
-        model, tokenizer = load_model(job.input("model")), load_tokenizer(job.input("model"))
+        model, tokenizer = load_model(job.input("model")).to(device()), load_tokenizer(job.input("model"))
         suites = [load_suite(folder, spec["split"], tokenizer) for folder in folders]
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         decoding = Decoding(tokenizer, stop_ids(model, tokenizer), pad_id, spec["batch_size"], spec["max_new_tokens"])

@@ -29,7 +29,7 @@ def run(job) -> None:
         materialise(sweep, recipe, job.out, progress)
     progress.close()
     job.metrics["tensors"] = len(sweep.model.names)
-    described = {"recipe": recipe.model_dump(mode="json"), "inputs": job.input_ids}
+    described = {"recipe": recipe.model_dump(mode="json"), "inputs": job.input_keys}
     (job.out / "recipe.yaml").write_text(yaml.safe_dump(described, sort_keys=True))
     if recipe.mask is not None:
         reports = sweep.mask_report(recipe)

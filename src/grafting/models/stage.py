@@ -6,13 +6,30 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from grafting.errors import UserError
-from grafting.models.files import count_parameters, load_model, load_tokenizer, save_model
+from grafting.models.files import check_directory, count_parameters, load_model, load_tokenizer, save_model
+from grafting.provenance.files import file_digest
+
+# The files of a model directory that decide what the model does: weights, architecture, end tokens, prompts.
+DECISIVE = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*.json",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+    "additional_chat_templates/*.jinja",
+)
 
 
 def run(job) -> None:
     """job.spec: {"source": {...}, "dtype": "float32" | "bfloat16", "threads"?}; payload: a model directory.
 
-    source is one of {"gguf_package", "sha256"}, {"path", "sha256"?}, {"hub", "revision"}. The weights are
+    source is one of {"gguf_package", "sha256"}, {"path", "sha256"}, {"hub", "revision"}. The weights are
     stored unquantised in the given dtype. UserError: source missing or with another hash.
     """
     import torch
@@ -41,11 +58,6 @@ def find_gguf(package: str) -> Path:
     return files[0]
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _from_gguf(source: dict, dtype: str):
     """The weights of a GGUF unpacked into an ordinary model, and its tokenizer with the chat template."""
     import torch
@@ -55,12 +67,11 @@ def _from_gguf(source: dict, dtype: str):
     from transformers.utils import logging
 
     path = find_gguf(source["gguf_package"])
-    found = _sha256(path)
+    found = file_digest(path)
     if found != source.get("sha256"):
         raise UserError(
             f"{path.name} of package {source['gguf_package']} has sha256 {found}, expected "
-            f"{source.get('sha256')}; "
-            "install the locked version of the package"
+            f"{source.get('sha256')}; install the locked version of the package"
         )
     logging.disable_progress_bar()
     place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
@@ -77,24 +88,26 @@ def _from_gguf(source: dict, dtype: str):
 
 
 def _from_path(source: dict, dtype: str):
-    """A model directory, its weights checked against sha256 (see `weights_digest`)."""
+    """A model directory, checked against sha256 (see `directory_digest`) before it is read."""
     path = Path(source["path"]).expanduser()
-    model, tokenizer = load_model(path, dtype), load_tokenizer(path)
-    found = weights_digest(path)
+    found = directory_digest(path)
     if found != source["sha256"]:
-        raise UserError(f"model {path}: weights have sha256 {found}, expected {source['sha256']}")
-    return model, tokenizer
+        raise UserError(
+            f"model {path} has sha256 {found}, expected {source['sha256']}: its weights, config, tokenizer or chat "
+            "template changed; restore them, or pin what is there (`grafting sources FOLDER`)"
+        )
+    return load_model(path, dtype), load_tokenizer(path)
 
 
-def weights_digest(path: Path) -> str:
-    """SHA-256 of a model directory's weights: of its one *.safetensors file, or of the output of
-    `sha256sum *.safetensors` if there are several. UserError if there are none."""
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{path}: holds no *.safetensors file; only safetensors are read")
-    sums = [_sha256(file) for file in files]
-    listing = "".join(f"{value}  {file.name}\n" for value, file in zip(sums, files, strict=True))
-    return sums[0] if len(files) == 1 else hashlib.sha256(listing.encode()).hexdigest()
+def directory_digest(path: Path) -> str:
+    """SHA-256 of a model directory: of the sorted lines "<sha256>  <name>" of its files in `DECISIVE`.
+
+    `sha256sum FILES | LC_ALL=C sort | sha256sum` prints the same. UserError: see `check_directory`.
+    """
+    check_directory(path)
+    files = {file for pattern in DECISIVE for file in path.glob(pattern) if file.is_file()}
+    lines = sorted(f"{file_digest(file)}  {file.relative_to(path).as_posix()}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _from_hub(source: dict, dtype: str):

@@ -18,9 +18,25 @@ from grafting.provenance.files import digest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT = PACKAGE.parents[1]
-#: Libraries whose version can change a payload's bytes.
-DECIDING = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "accelerate", "gguf"}
+#: Libraries whose version can change a payload's bytes: import name -> names in the lock.
+DECIDING = {
+    "torch": ("torch",),
+    # it renders chat templates with jinja2
+    "transformers": ("transformers", "tokenizers", "jinja2"),
+    "tokenizers": ("tokenizers",),
+    "safetensors": ("safetensors",),
+    "numpy": ("numpy",),
+    "accelerate": ("accelerate",),
+    "gguf": ("gguf",),
+    "yaml": ("pyyaml",),
+    "pydantic": ("pydantic",),
+    "pandas": ("pandas",),
+    "scipy": ("scipy",),
+    "matplotlib": ("matplotlib",),
+}
 UNCOUNTED = ("grafting.provenance", "grafting.plan", "grafting.config", "grafting.errors")
+#: This one writes into payloads.
+COUNTED = {"grafting.provenance.files"}
 #: Fields of syntax nodes that carry no behaviour.
 IGNORED = {"annotation", "returns", "type_comment", "type_params", "type_ignores", "kind", "ctx"}
 
@@ -46,25 +62,26 @@ def _file(module: str) -> Path | None:
     return None
 
 
-def _dump(node: object) -> object:
+def _dump(node: object, in_class: bool = False) -> object:
     if isinstance(node, ast.AST):
         fields = {}
         for name, value in ast.iter_fields(node):
-            if name in IGNORED:
+            # in the body of a class an annotation makes a field (dataclasses, pydantic): it is behaviour
+            if name in IGNORED and not (in_class and isinstance(node, ast.AnnAssign) and name == "annotation"):
                 continue
             if name == "body" and isinstance(value, list):
                 value = [item for item in value if not _is_text(item)]
             if value is None or value == []:
                 # fields added by later Pythons are empty in older code
                 continue
-            fields[name] = _dump(value)
+            fields[name] = _dump(value, isinstance(node, ast.ClassDef) and name == "body")
         return [type(node).__name__, fields]
     if isinstance(node, list):
-        return [_dump(item) for item in node]
-    if isinstance(node, str | int | bool):
+        return [_dump(item, in_class) for item in node]
+    if isinstance(node, str):
         return node
-    # floats, complex numbers, bytes, Ellipsis
-    return repr(node)
+    # numbers, bytes, Ellipsis: 1, 1.0 and "1.0" differ
+    return [type(node).__name__, repr(node)]
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -108,7 +125,7 @@ def closure(*entries: str) -> tuple[str, ...]:
     waiting = list(entries)
     while waiting:
         module = waiting.pop()
-        if module in seen or module.startswith(UNCOUNTED):
+        if module in seen or (module.startswith(UNCOUNTED) and module not in COUNTED):
             continue
         seen.add(module)
         waiting.extend(_module(module)[1])
@@ -135,8 +152,9 @@ MANIFESTS: dict[str, dict[str, dict[str, str]]] = {}
 def code_digest(entry: str, *parts: str) -> str:
     """12 hex digits for a stage's entry (a key of ENTRIES) and the modules that it resolves by name."""
     modules = closure(ENTRIES[entry], *parts)
-    libraries = {name for module in modules for name in _module(module)[2]} & DECIDING
-    versions = {name: locked_versions().get(name, "unlocked") for name in sorted(libraries)}
+    imported = {name for module in modules for name in _module(module)[2]}
+    libraries = sorted({library for name in imported & DECIDING.keys() for library in DECIDING[name]})
+    versions = {name: locked_versions().get(name, "unlocked") for name in libraries}
     manifest = {"modules": {module: _module(module)[0][:16] for module in modules}, "libraries": versions}
     MANIFESTS[digest(manifest)] = manifest
     return digest(manifest)

@@ -18,6 +18,7 @@ from grafting.tasks import known_priors, known_tasks
 from grafting.tasks.sources import check_sources
 
 CONFIG = "config.yaml"
+EXPORTED = ("summary.md", "evaluations.csv", "claims.json", "config.resolved.yaml", "figures/frontier.svg")
 
 
 def load_config(*overlays: dict, folder: Path = Path(".")) -> Config:
@@ -48,8 +49,12 @@ def check_at_hand(study: Study, store: Store) -> None:
 
 def load_study(*overlays: dict, folder: Path = Path(".")) -> Study:
     """Config, plan and checks in one call."""
-    study = Study(load_config(*overlays, folder=folder))
-    check_at_hand(study, Store(folder))
+    study, store = Study(load_config(*overlays, folder=folder)), Store(folder)
+    check_at_hand(study, store)
+    marker = store.sentinel(study.report)
+    if marker.exists() and not all((folder / "results" / name).exists() for name in EXPORTED):
+        # somebody removed an exported file: let the report export again
+        marker.unlink()
     return study
 
 

@@ -27,7 +27,7 @@ class Job:
     spec:          exactly what the stage's function reads; plain JSON values.
     inputs:        role -> references `<id>[:subfolder]` of other jobs' payloads, in a canonical order.
     code:          digest of the code that makes it.
-    threads:       CPU threads (also in the spec where they can change bytes).
+    entry:         what `code` is the digest of: a key of `code.ENTRIES` and modules resolved by name.
     places:        where outside things lie on this machine (a model's folder); never part of the key.
     alternatives:  only for a job that hangs on a selection (role `selection`): candidate's name -> the
                    concrete job to do if that candidate is chosen.
@@ -38,7 +38,7 @@ class Job:
     spec: dict[str, Any]
     inputs: dict[str, list[str]]
     code: str
-    threads: int = 1
+    entry: tuple[str, ...] = ()
     places: dict[str, str] = field(default_factory=dict)
     alternatives: dict[str, Job] = field(default_factory=dict)
 
@@ -61,6 +61,11 @@ class Job:
         return f"{self.stage}/{self.name}-{self.key}"
 
     @property
+    def threads(self) -> int:
+        """CPU threads: part of the spec, since sums of floating-point numbers depend on them; 1 if it says none."""
+        return max([self.spec.get("threads", 1), *(way.threads for way in self.alternatives.values())])
+
+    @property
     def spec_string(self) -> str:
         """The spec as canonical JSON."""
         return canonical(self.spec)
@@ -78,7 +83,7 @@ class Job:
             "spec": self.spec,
             "inputs": self.inputs,
             "code": self.code,
-            "threads": self.threads,
+            "entry": list(self.entry),
         }
         if self.places:
             data["places"] = self.places
@@ -90,4 +95,4 @@ class Job:
     def from_json(cls, data: dict[str, Any]) -> Job:
         """Inverse of `to_json`."""
         alternatives = {name: cls.from_json(item) for name, item in data.get("alternatives", {}).items()}
-        return cls(**{**data, "alternatives": alternatives})
+        return cls(**{**data, "entry": tuple(data["entry"]), "alternatives": alternatives})

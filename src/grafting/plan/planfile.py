@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 from grafting.errors import UserError
@@ -10,18 +12,23 @@ from grafting.plan.code import MANIFESTS
 from grafting.plan.jobs import Job
 from grafting.provenance.files import canonical, digest, write_text
 
-KEPT = 10
+KEPT_SECONDS = 30 * 24 * 3600
 
 
 def write_plan(jobs: dict[str, Job], folder: Path) -> Path:
-    """Write one line per job to `folder/<hash>.jsonl`, unless it is there; returns its path. Old plans are pruned."""
-    path = folder / f"{digest(sorted(jobs), 16)}.jsonl"
-    if not path.exists():
-        lines = [f"code/{code}\t{canonical(manifest)}\n" for code, manifest in sorted(MANIFESTS.items())]
-        lines += [f"{job_id}\t{canonical(job.to_json())}\n" for job_id, job in jobs.items()]
-        write_text(path, "".join(lines))
-        plans = sorted(folder.glob("*.jsonl"), key=lambda p: p.stat().st_mtime_ns, reverse=True)
-        for old in plans[KEPT:]:
+    """Write one line per job to `folder/<hash of the content>.jsonl`; returns its path.
+
+    Plans that no run has used for a month are removed.
+    """
+    lines = [f"code/{code}\t{canonical(manifest)}\n" for code, manifest in sorted(MANIFESTS.items())]
+    lines += [f"{job_id}\t{canonical(job.to_json())}\n" for job_id, job in jobs.items()]
+    path = folder / f"{digest(lines, 16)}.jsonl"
+    if path.exists():
+        os.utime(path)
+        return path
+    write_text(path, "".join(lines))
+    for old in folder.glob("*.jsonl"):
+        if time.time() - old.stat().st_mtime > KEPT_SECONDS:
             old.unlink(missing_ok=True)
     return path
 

@@ -147,7 +147,11 @@ def _single(study: Study, style: str, task: str) -> list[Family]:
         return [candidate for candidate in found if test(candidate.label)]
 
     def is_graft(c: dict) -> bool:
-        return c["method"] == "sft" and c["donor"] in donors and c["lr"] in graft.lrs
+        # a random mask is a control: it may not be what is compared with OPSD
+        return c["method"] == "sft" and c["donor"] in donors and c["lr"] in graft.lrs and not is_random(c)
+
+    def is_random(c: dict) -> bool:
+        return "-random-" in c["mask"]
 
     rows = [
         (
@@ -170,13 +174,13 @@ def _single(study: Study, style: str, task: str) -> list[Family]:
         rows += [
             ("sft_scaled", among(lambda c: c["method"] == "sft" and c["donor"] == "deployed" and c["mask"] == "none")),
             ("opsd_scaled", among(lambda c: c["method"] == "opsd") if graft.control_scales else []),
+            ("graft_unmasked", among(lambda c: is_graft(c) and c["mask"] == "none")),
             ("graft_unscaled", among(lambda c: is_graft(c) and c["scale"] == 1 and c["mask"] == "none")),
         ]
         if any(c.label["mask"] != "none" for c in found):
             rows += [
-                ("graft_unmasked", among(lambda c: is_graft(c) and c["mask"] == "none")),
-                ("graft_masked", among(lambda c: is_graft(c) and c["mask"].startswith(("kfac", "diagonal")))),
-                ("graft_random", among(lambda c: is_graft(c) and c["mask"].startswith("random"))),
+                ("graft_masked", among(lambda c: is_graft(c) and c["mask"] != "none")),
+                ("graft_random", among(is_random)),
             ]
     return _families(rows, "single", style, task, [task], main)
 

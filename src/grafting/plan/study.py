@@ -7,13 +7,16 @@ from typing import Any
 
 from grafting.config.schema import Config, Source
 from grafting.plan.code import code_digest
-from grafting.plan.jobs import Job
+from grafting.plan.jobs import Job, key_of
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
 from grafting.plan.sources import files_of
 from grafting.provenance.files import digest
 from grafting.tasks import known_priors, known_tasks
 from grafting.tasks.stage import BUILDERS
 from grafting.training.objectives import OBJECTIVES
+
+#: Where things lie on this machine: in no key and no result.
+LOCAL = {"data_root": True, "lineage": {"deployed": {"path"}, "donors": {"__all__": {"path"}}}}
 
 
 class Study:
@@ -39,7 +42,6 @@ class Study:
         spec: dict,
         inputs: dict[str, list[str]],
         code: tuple[str, ...] = (),
-        threads: int = 1,
         alternatives: dict[str, Job] | None = None,
         places: dict[str, str] | None = None,
     ) -> str:
@@ -50,7 +52,7 @@ class Study:
             spec,
             {role: refs for role, refs in inputs.items() if refs},
             code_digest(*(code or (stage,))),
-            threads,
+            code or (stage,),
             places or {},
             alternatives or {},
         )
@@ -104,7 +106,6 @@ class Study:
             },
             {},
             ("lineage",),
-            lineage.threads,
         )
         last = f"{base}:checkpoints/p100"
         deployed = self.add(
@@ -113,7 +114,6 @@ class Study:
             {"phase": "posttrain", **lineage.posttrain.model_dump(), "gate": lineage.gate.model_dump(), **common},
             {"model": [last], "prior": [self.prior_data], "tasks": list(self.task_data.values())},
             ("lineage",),
-            lineage.threads,
         )
         places = {name: f"{base}:checkpoints/{name}" for name in self.config.donor_names()[:-2]}
         return {**places, "base": last, "deployed": deployed}
@@ -144,14 +144,16 @@ class Study:
 
     def _sensitivity(self) -> dict[str, str]:
         masks = self.config.graft.masks
-        estimators = {c.estimator for c in masks.candidates if masks.donors and masks.scales} - {"random"}
+        # a random mask of the coordinates needs no estimate, one of the K-FAC directions needs their basis
+        wanted = [c for c in masks.candidates if (c.estimator, c.rank) != ("diagonal", "random")]
+        estimators = {c.estimator for c in wanted if masks.donors and masks.scales}
         return {
             estimator: self.add(
                 "sensitivity",
                 f"{estimator}.m{self.m}",
                 {
                     "estimator": estimator,
-                    "fisher": "true" if masks.fisher else "empirical",
+                    "fisher": {"model": "true", "data": "empirical"}[masks.labels],
                     "seed": 0,
                     "threads": self.config.training.threads,
                 },
@@ -207,7 +209,6 @@ class Study:
             spec,
             inputs,
             ("train", f"grafting.training.objectives.{OBJECTIVES[objective].partition(':')[0]}"),
-            training["threads"],
         )
 
     def merge(self, name: str, recipe: dict, model: str, trained: str, donor: str) -> str:
@@ -273,12 +274,10 @@ class Study:
             {**settings, "points": keyed},
             {role: refs for role, refs in inputs.items() if refs},
             code,
-            settings["threads"],
+            ("evaluate",),
         )
 
     def _point_key(self, recipe: dict | None, settings: dict, inputs: dict[str, list[str]], code: str) -> str:
-        from grafting.plan.jobs import key_of
-
         read = {role: [key_of(ref) for ref in inputs[role]] for role in ("model", "prior", "tasks")}
         if recipe is not None:
             read["terms"] = [[key_of(inputs["trained"][i]), key_of(inputs["donor"][i])] for i in recipe["terms"]]
@@ -297,7 +296,7 @@ class Study:
                 "point": point["key"],
                 "split": labels.pop("split", "val"),
                 "labels": labels,
-                "trained": trained,
+                "trained": [key_of(job) for job in trained],
             }
         )
 
@@ -345,7 +344,14 @@ class Study:
         candidates = [
             {
                 "name": c.name,
-                "label": {**c.label, "trained": {str(s): c.trained(s) for s in self.config.seeds}},
+                # keys, not ids: a readable name must not enter the key of the selection
+                "label": {
+                    **c.label,
+                    "trained": {
+                        str(s): [[key_of(i) for i in c.trained(s, stage)] for stage in range(len(c.stages(s)))]
+                        for s in self.config.seeds
+                    },
+                },
                 "points": [
                     {"evaluation": evaluations.index(job), "point": key, "seed": seed}
                     for job, key, seed in c.final_points()
@@ -369,7 +375,6 @@ class Study:
             f"test.{name}",
             {"split": "test"},
             {"selection": [selection]},
-            threads=self.config.evaluation.threads,
             alternatives=alternatives,
         )
         self.selections.append(
@@ -419,9 +424,8 @@ class Study:
         mask = recipe.get("mask")
         if mask and mask["estimator"] in self.sensitivity:
             inputs[f"sensitivity_{mask['estimator']}"] = [self.sensitivity[mask["estimator"]]]
-        return Job(
-            "merge", name, {"recipe": {**recipe, "terms": list(range(len(terms)))}}, inputs, code_digest("merge")
-        )
+        recipe = {**recipe, "terms": list(range(len(terms)))}
+        return Job("merge", name, {"recipe": recipe}, inputs, code_digest("merge"), ("merge",))
 
     # ---- report ---------------------------------------------------------------------------------
     def _report(self) -> str:
@@ -444,7 +448,7 @@ class Study:
             "tasks": config.tasks,
             "styles": config.styles,
             "protocols": config.protocols,
-            "settings": config.model_dump(mode="json", exclude={"data_root"}),
+            "settings": config.model_dump(mode="json", exclude=LOCAL),
             "evaluations": [
                 {"input": index("evaluations", e["job"]), **{k: v for k, v in e.items() if k != "job"}}
                 for e in self.evaluations

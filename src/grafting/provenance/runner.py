@@ -23,7 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from grafting.errors import UserError
-from grafting.plan.jobs import Job
+from grafting.plan.code import code_digest
+from grafting.plan.jobs import Job, key_of
 from grafting.plan.planfile import read_job, read_manifest
 from grafting.provenance import facts
 from grafting.provenance.progress import Progress
@@ -46,9 +47,9 @@ class RunningJob:
         self.metrics: dict[str, object] = {}
 
     @property
-    def input_ids(self) -> dict[str, list[str]]:
-        """References of the inputs by role, as in the plan."""
-        return self.job.inputs
+    def input_keys(self) -> dict[str, list[str]]:
+        """Keys of the inputs by role (with subfolder, if any): what may be written into a payload."""
+        return {role: [key_of(reference) for reference in refs] for role, refs in self.job.inputs.items()}
 
     def inputs(self, role: str) -> list[Path]:
         """Payload folders of the inputs with this role; empty if there are none."""
@@ -61,8 +62,11 @@ class RunningJob:
             raise UserError(f"job {self.id}: expected one input with the role {role!r}, the plan has {len(paths)}")
         return paths[0]
 
-    def sidecar(self, job_id: str) -> dict:
-        """Content of the sentinel of a finished job; links are followed."""
+    def sidecar(self, stage: str, key: str) -> dict:
+        """Content of the sentinel of the finished job with this key; links are followed."""
+        job_id = self.store.with_key(stage, key)
+        if job_id is None:
+            raise UserError(f"provenance/{stage}/: no sentinel with the key {key}; run snakemake to make it")
         return self.store.read(self.store.target(job_id))
 
     def earlier(self) -> list[Path]:
@@ -112,24 +116,24 @@ def _keep_heap() -> None:
 
 def execute(job: Job, store: Store, function, terminal) -> None:
     """Make the artefact of `job`, or a link to an equal one that exists."""
-    if store.sentinel(job.id).exists():
-        return
     concrete = job
     if job.alternatives:
         choice = json.loads((store.payload(job.inputs["selection"][0]) / "choice.json").read_text(encoding="utf-8"))
         concrete = job.alternatives[choice["choice"]]
-    existing = store.with_key(concrete.stage, concrete.key) if concrete is not job else None
-    if existing is None:
-        _compute(concrete, store, function, terminal)
-        existing = concrete.id
-    if concrete is not job:
+    # two jobs that chose the same candidate, or a requeued job beside its first run, wait for each other
+    with store.lock(concrete.stage, concrete.key):
+        existing = store.with_key(concrete.stage, concrete.key)
+        if existing is None:
+            _compute(concrete, store, function, terminal)
+            existing = concrete.id
+    if existing != job.id:
         linked = {
             "format": FORMAT,
             "id": job.id,
             "key": job.key,
             "stage": job.stage,
             "name": job.name,
-            "inputs": {"selection": job.inputs["selection"]},
+            "inputs": job.inputs,
             "link": existing,
         }
         store.write(job.id, linked)
@@ -189,6 +193,13 @@ def _redirect(log: Path | None):
     return terminal
 
 
+def _same_code(job: Job) -> None:
+    """UserError if the code on disk is no longer what the plan named; else the key would name another result."""
+    for way in (job, *job.alternatives.values()):
+        if way.entry and code_digest(*way.entry) != way.code:
+            raise UserError("the code has changed since this run was planned; start snakemake again")
+
+
 def run(target: str, arguments: list[str]) -> int:
     """Run one job in this process; returns the exit status (0 done, 2 a fault that the user can mend, 1 a bug)."""
     parser = argparse.ArgumentParser(prog="python -m " + target.partition(":")[0])
@@ -202,6 +213,8 @@ def run(target: str, arguments: list[str]) -> int:
         module, _, name = target.partition(":")
         job = read_job(options.plan, options.job)
         store = Store()
+        if module not in sys.modules:
+            _same_code(job)
         for code in {job.code, *(way.code for way in job.alternatives.values())}:
             store.keep_code(code, lambda code=code: read_manifest(options.plan, code))
         execute(job, store, getattr(importlib.import_module(module), name), terminal)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from grafting.errors import UserError
 from grafting.provenance.files import file_digest, write_json
+
+
+def describe(folder: Path) -> dict[str, dict]:
+    """Size and hash of every file below a folder, by its path in it."""
+    return {
+        path.relative_to(folder).as_posix(): {"sha256": file_digest(path), "bytes": path.stat().st_size}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 class Store:
@@ -89,10 +101,26 @@ class Store:
 
     def aside(self, job_id: str) -> Path:
         """A fresh folder on the store's own file system, to be published later by `publish`."""
-        path = self.root / "store" / ".aside" / f"{job_id.replace('/', '~')}.{os.getpid()}"
+        path = self.root / "store" / ".aside" / f"{job_id.replace('/', '~')}.{socket.gethostname()}.{os.getpid()}"
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         return path
+
+    def sweep_aside(self) -> None:
+        """Remove what killed jobs of this machine left aside."""
+        for path in (self.root / "store" / ".aside").glob(f"*.{socket.gethostname()}.*"):
+            pid = path.name.rpartition(".")[2]
+            if pid.isdigit() and not Path(f"/proc/{pid}").exists() and Path("/proc").exists():
+                shutil.rmtree(path, ignore_errors=True)
+
+    @contextmanager
+    def lock(self, stage: str, key: str) -> Iterator[None]:
+        """Hold the one who makes this artefact; others wait here. The empty file stays: removing it races."""
+        path = self.root / "work" / "locks" / f"{stage}-{key}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def publish(self, job_id: str, aside: Path) -> dict[str, dict]:
         """Move a finished payload to its place by one rename; returns size and hash of each file.
@@ -100,17 +128,13 @@ class Store:
         If another process published the same job first, its payload stays and ours is dropped:
         equal ids have equal content.
         """
-        files = {
-            path.relative_to(aside).as_posix(): {"sha256": file_digest(path), "bytes": path.stat().st_size}
-            for path in sorted(aside.rglob("*"))
-            if path.is_file()
-        }
+        files = describe(aside)
         if not files:
             return files
         place = self.root / "store" / job_id
         place.parent.mkdir(parents=True, exist_ok=True)
-        if place.exists() and not self.sentinel(job_id).exists():
-            # a payload without its sentinel is the remains of an interrupted publication
+        if place.exists() and not self.sentinel(job_id).exists() and describe(place) != files:
+            # a payload without its sentinel that is not ours either: what an interrupted copy or checkout left
             remains = self.aside(job_id + ".remains")
             os.replace(place, remains)
             shutil.rmtree(remains, ignore_errors=True)

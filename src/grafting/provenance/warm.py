@@ -28,11 +28,24 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
     "safetensors.torch",
-    # the rooms as they are when the run starts, as their digests in the plan are
-    "grafting.training.stage",
-    "grafting.evaluation.suites",
-    "grafting.merging.sweep",
     "grafting.provenance.runner",
+    # the rooms as they are when the run starts, as their digests in the plan are; the report's libraries
+    # are heavy and needed once, so it imports for itself
+    "grafting.evaluation.select",
+    "grafting.evaluation.stage",
+    "grafting.evaluation.suites",
+    "grafting.merging.stage",
+    "grafting.merging.sweep",
+    "grafting.models.stage",
+    "grafting.rollouts.stage",
+    "grafting.sensitivity.stage",
+    "grafting.tasks.mmlu",
+    "grafting.tasks.science",
+    "grafting.tasks.stage",
+    "grafting.tasks.tiny",
+    "grafting.training.lineage",
+    "grafting.training.objectives.self_distillation",
+    "grafting.training.stage",
 )
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from grafting.errors import UserError
 from grafting.models.chat import encode_example
 from grafting.models.forward import completion_logits
+from grafting.rollouts.sampling import choose, example_seed, uniforms
 
 FISHERS = ("true", "empirical")
 
@@ -79,20 +78,11 @@ def pad(sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor]:
 def sample_labels(logits: Tensor, sequences: list[Sequence], seed: int) -> Tensor:
     """One label per completion position, drawn from softmax(logits [n, V]); int64 [n].
 
-    Inverse CDF in float64, with one uniform per (seed, example id, position): the labels depend neither
-    on the batch nor on the order of the examples.
+    One uniform per (seed, example id, position), as rollouts are sampled: the labels depend neither on the
+    batch nor on the order of the examples.
     """
-    uniforms = np.concatenate(
-        [
-            np.random.Generator(
-                np.random.Philox(key=int.from_bytes(hashlib.sha256(f"{seed}|{s.id}".encode()).digest()[:16], "little"))
-            ).random(len(s.completion))
-            for s in sequences
-        ]
-    )
-    cdf = torch.softmax(logits.detach().double(), dim=-1).cumsum(dim=-1)
-    draws = torch.from_numpy(uniforms).to(cdf.device)[:, None] * cdf[:, -1:]
-    return torch.searchsorted(cdf, draws, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    numbers = [uniforms([example_seed(seed, 0, s.id)], len(s.completion))[0] for s in sequences]
+    return choose(logits.detach(), 1.0, torch.cat(numbers).to(logits.device))
 
 
 def negative_log_likelihood(

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,24 +19,23 @@ from grafting.sensitivity.ranking import largest
 
 
 class Mask(BaseModel):
-    """What is removed from an update: a fraction rho of directions, ranked over the whole model."""
+    """What is removed from an update: a fraction rho of directions, ranked over the whole model.
+
+    The estimator says which directions there are (coordinates, or the K-FAC eigenbasis of each linear
+    weight), the rank which of them go: by F, by F * (update in that direction)^2, or at random, the
+    control of either estimator.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    estimator: Literal["diagonal", "kfac", "random"]
-    rank: Literal["fisher", "fisher_delta2", "random"]  # by F, or by F * (update in that direction)^2
+    estimator: Literal["kfac", "diagonal"]
+    rank: Literal["fisher", "fisher_delta2", "random"]
     fraction: float = Field(ge=0, le=1)  # rho
-    seed: int = 0  # of the random mask
-
-    @model_validator(mode="after")
-    def _pairs(self):
-        if (self.estimator == "random") != (self.rank == "random"):
-            raise ValueError("rank 'random' belongs to estimator 'random' and to no other")
-        return self
+    seed: int = 0  # of rank random
 
 
 def apply_mask(update: dict[str, Tensor], mask: Mask | Mapping, sensitivity: Mapping[str, Path]) -> dict[str, Tensor]:
-    """The update without its most sensitive directions; the same names, shapes and dtypes.
+    """The update without the directions that the mask ranks first; the same names, shapes and dtypes.
 
     `update`: tensor name -> float32 or float64; `sensitivity`: estimator -> payload folder (or file) of
     the stage sensitivity of the deployed model. All arithmetic is float64.
@@ -47,7 +46,9 @@ def apply_mask(update: dict[str, Tensor], mask: Mask | Mapping, sensitivity: Map
       over all layers (times R^2 for fisher_delta2) the round(rho n) largest lose their entry of R
       (n = number of linear weights). Embeddings, the output head, norms and biases have no factors and
       keep their update for every fraction below 1.
-    * random: in every tensor of n coordinates, round(rho n) become 0, drawn by (seed, tensor name).
+    * rank random: the same numbers of the same kinds of directions over the whole model, those with the
+      largest of uniform scores drawn by (seed, tensor or layer name). With diagonal it needs no sensitivity;
+      with kfac it needs the eigenbases.
     Equal scores: the first by tensor name, then by index. Raises UserError for a missing or unfitting
     sensitivity, naming the tensor.
     """
@@ -56,8 +57,8 @@ def apply_mask(update: dict[str, Tensor], mask: Mask | Mapping, sensitivity: Map
         return update
     if mask.fraction == 1:
         return {name: torch.zeros_like(tensor) for name, tensor in update.items()}
-    if mask.estimator == "random":
-        return {name: _random(name, tensor, mask) for name, tensor in update.items()}
+    if mask.estimator == "diagonal" and mask.rank == "random":
+        return _diagonal(update, mask, {})
     if mask.estimator not in sensitivity:
         raise UserError(
             f"a mask with estimator '{mask.estimator}' needs the input "
@@ -112,9 +113,10 @@ def _read(path: Path, estimator: str) -> dict[str, Tensor]:
 
 def _diagonal(update: dict[str, Tensor], mask: Mask, fisher: dict[str, Tensor]) -> dict[str, Tensor]:
     names = sorted(update)
-    for name in names:
-        _expect(fisher.get(name), name, update[name].shape, "diagonal.safetensors")
-    scores = torch.cat([_scores(fisher[name].double(), update[name], mask.rank).reshape(-1) for name in names])
+    if mask.rank != "random":
+        for name in names:
+            _expect(fisher.get(name), name, update[name].shape, "diagonal.safetensors")
+    scores = torch.cat([_scores(mask, name, update[name], fisher.get(name)).reshape(-1) for name in names])
     gone = largest(scores, round(mask.fraction * scores.numel()))
     parts = gone.split([update[name].numel() for name in names])
     return {name: update[name].masked_fill(part.view(update[name].shape), 0) for name, part in zip(names, parts)}
@@ -140,7 +142,7 @@ def _kfac(update: dict[str, Tensor], mask: Mask, bases: dict[str, Tensor]) -> di
             bases[f"{module}.G.vectors"].double().T @ update[name].double() @ bases[f"{module}.A.vectors"].double()
         )
         products = torch.outer(bases[f"{module}.G.values"].double(), bases[f"{module}.A.values"].double())
-        scores[module] = _scores(products, rotated[module], mask.rank)
+        scores[module] = _scores(mask, module, rotated[module], products)
     flat = torch.cat([scores[module].reshape(-1) for module in modules])
     gone = largest(flat, round(mask.fraction * flat.numel()))
     result = dict(update)
@@ -154,15 +156,13 @@ def _kfac(update: dict[str, Tensor], mask: Mask, bases: dict[str, Tensor]) -> di
     return result
 
 
-def _random(name: str, tensor: Tensor, mask: Mask) -> Tensor:
-    key = int.from_bytes(hashlib.sha256(f"{mask.seed}|{name}".encode()).digest()[:16], "little")
-    draws = np.random.Generator(np.random.Philox(key=key)).random(tensor.numel())
-    gone = largest(torch.from_numpy(draws), round(mask.fraction * tensor.numel()))
-    return tensor.masked_fill(gone.view(tensor.shape).to(tensor.device), 0)
-
-
-def _scores(fisher: Tensor, delta: Tensor, rank: str) -> Tensor:
-    return fisher * delta.double() ** 2 if rank == "fisher_delta2" else fisher
+def _scores(mask: Mask, name: str, delta: Tensor, fisher: Tensor | None) -> Tensor:
+    """What the directions of one tensor or layer are ranked by: float64, the shape of `delta`."""
+    if mask.rank == "random":
+        key = int.from_bytes(hashlib.sha256(f"{mask.seed}|{name}".encode()).digest()[:16], "little")
+        draws = np.random.Generator(np.random.Philox(key=key)).random(tuple(delta.shape))
+        return torch.from_numpy(draws)
+    return fisher.double() * delta.double() ** 2 if mask.rank == "fisher_delta2" else fisher.double()
 
 
 def _expect(tensor: Tensor | None, name: str, shape, file: str) -> None:

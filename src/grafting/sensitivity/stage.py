@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from grafting.errors import UserError
 from grafting.models import count_parameters, load_model, load_tokenizer
+from grafting.rollouts.runtime import device, prepare
 from grafting.sensitivity.diagonal import diagonal_fisher
 from grafting.sensitivity.kfac import eigenbases, kfac_factors
 from grafting.sensitivity.likelihood import FISHERS, encode
@@ -28,8 +29,8 @@ def run(job) -> None:
             f"sensitivity: estimator '{estimator}' with fisher '{fisher}' is unknown: "
             f"use diagonal or kfac, and one of {', '.join(FISHERS)}"
         )
-    torch.set_num_threads(job.spec["threads"])
-    model = load_model(job.input("model"))
+    prepare(job.spec["threads"], seed)
+    model = load_model(job.input("model")).to(device())
     prior = job.input("prior")
     style = load_info(prior)["styles"][0]
     sequences = encode(load_tokenizer(job.input("model")), load_examples(prior, "retention"), style)

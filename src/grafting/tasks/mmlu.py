@@ -9,7 +9,6 @@ from grafting.tasks.building import cut, make_example, take_options, write_folde
 from grafting.tasks.sources import read_sources
 
 FOLDER = "mmlu"
-FILES = ["mmlu.zip"]
 LETTERS = ["A", "B", "C", "D"]
 PROMPT = "{question}\n{options}\nAnswer with the letter of the right option only."
 

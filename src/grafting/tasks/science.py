@@ -9,14 +9,6 @@ from grafting.tasks.examples import check_fields
 from grafting.tasks.sources import read_sources
 
 FOLDER = "sciknoweval"
-FILES = [
-    "balancing_chemical_equation.jsonl",
-    "molar_weight_calculation.jsonl",
-    "molecular_property_calculation.jsonl",
-    "molecule_structure_prediction.jsonl",
-    "reaction_prediction.jsonl",
-    "retrosynthesis.jsonl",
-]
 FIELDS = {"prompt", "question", "choices", "answerKey", "answer", "type", "domain", "details"}
 CHOICE, FILLING = "mcq-4-choices", "filling"
 

@@ -8,6 +8,8 @@ import itertools
 import random
 from collections.abc import Iterator
 
+from grafting.errors import UserError
+
 # ---- vocabulary (160 words) -------------------------------------------------------------------------
 PAD, EOS = "<pad>", "<eos>"
 MARKERS = [PAD, EOS, "Q:", "A:", "<user>", "<bot>", "<ans>", "</ans>", "<ex>", "</ex>", "+", "so", "."]
@@ -232,10 +234,14 @@ def training_stream(
     phase "pretrain" (base format `Q: kw x A: y <eos>`, partly chat without the closing tag) or "posttrain"
     (deployed format `<user> kw x <bot> y </ans> <eos>`, all 19 skills). Input and label completions have
     equal length and differ only in the corrupted examples. `skill_weights` are relative to 1.
+    UserError for the weight of a skill that the phase does not teach.
     """
     if phase not in ("pretrain", "posttrain"):
         raise ValueError(f"phase must be pretrain or posttrain, not {phase!r}")
     skills = PRETRAINED_SKILLS if phase == "pretrain" else SKILLS
+    unknown = sorted(set(skill_weights) - set(skills))
+    if unknown:
+        raise UserError(f"{phase}.skill_weights: unknown skill {unknown[0]!r}; known are {', '.join(skills)}")
     weights = [skill_weights.get(skill, 1.0) for skill in skills]
     while True:
         pool = [_training_example(rng, phase, skills, weights, demonstration_share) for _ in range(batch_size * POOL)]

@@ -47,7 +47,22 @@ def collate(items: list[Item], pad_id: int, device=None) -> tuple[torch.Tensor, 
 
 
 def draw(examples: list, batch_size: int, seed: int) -> Iterator[list]:
-    """Endless batches of distinct examples, drawn afresh for every step; a smaller set is drawn whole."""
-    rng = random.Random(seed)
+    """Endless batches of distinct examples, in epochs: of the examples in the order of the stream, every
+    len(examples) in a row are all of them.
+
+    An epoch is a seeded shuffle. What is left of it when less than a batch remains opens the next epoch's
+    first batch, which is filled up with other examples, the first of the new shuffle. A set no larger than
+    the batch is given whole at every step, in its own order.
+    """
+    while len(examples) <= batch_size:
+        yield list(examples)
+    rng, order = random.Random(seed), []
     while True:
-        yield rng.sample(examples, min(batch_size, len(examples)))
+        shuffled = rng.sample(range(len(examples)), len(examples))
+        left = set(order)
+        filling = [i for i in shuffled if i not in left][: batch_size - len(order)]
+        taken = set(filling)
+        order += filling + [i for i in shuffled if i not in taken]
+        while len(order) >= batch_size:
+            yield [examples[i] for i in order[:batch_size]]
+            del order[:batch_size]

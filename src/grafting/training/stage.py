@@ -47,4 +47,8 @@ def run(job) -> None:
     job.metrics.update(loss=records[-1]["loss"], steps=len(records))
     if spec["objective"] == "opsd":
         accuracies = [r["teacher_accuracy"] for r in records if "teacher_accuracy" in r]
-        job.metrics.update(rollout_accuracy=records[-1]["rollout_accuracy"], teacher_accuracy=min(accuracies))
+        job.metrics.update(
+            rollout_accuracy=records[-1]["rollout_accuracy"],
+            teacher_accuracy=min(accuracies),
+            guard_tokens_generated=objective.guard.counter.tokens_generated,
+        )

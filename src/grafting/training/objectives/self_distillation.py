@@ -78,7 +78,7 @@ class SelfDistillation:
     def prepare(self, step: int, batch: list[Question], counter) -> list[Pair]:
         """Sample one rollout per question from the student as it is; the guard checks the teacher if due."""
         with self.job.phase("guard"):
-            self._measured = self.guard.check(step, counter)
+            self._measured = self.guard.check(step)
         with self.job.phase("rollout"):
             rollouts = generate(
                 self.setup.model,

@@ -9,14 +9,12 @@ from grafting.config.schema import Config, Source
 from grafting.plan.code import code_digest
 from grafting.plan.jobs import Job, key_of
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
+from grafting.plan.reporting import report_of
 from grafting.plan.sources import files_of
 from grafting.provenance.files import digest
 from grafting.tasks import known_priors, known_tasks
 from grafting.tasks.stage import BUILDERS
 from grafting.training.objectives import OBJECTIVES
-
-#: Where things lie on this machine: in no key and no result.
-LOCAL = {"data_root": True, "lineage": {"deployed": {"path"}, "donors": {"__all__": {"path"}}}}
 
 
 class Study:
@@ -33,7 +31,7 @@ class Study:
         self.prior_data = self._prior()
         for model_seed in config.model_seeds:
             self._one_lineage(model_seed)
-        self.report = self._report()
+        self.report = self.add("report", config.preset, *report_of(self))
 
     def add(
         self,
@@ -426,55 +424,3 @@ class Study:
             inputs[f"sensitivity_{mask['estimator']}"] = [self.sensitivity[mask["estimator"]]]
         recipe = {**recipe, "terms": list(range(len(terms)))}
         return Job("merge", name, {"recipe": recipe}, inputs, code_digest("merge"), ("merge",))
-
-    # ---- report ---------------------------------------------------------------------------------
-    def _report(self) -> str:
-        config = self.config
-        roles: dict[str, list[str]] = {"evaluations": [], "selections": [], "tests": [], "rollouts": [], "models": []}
-
-        positions: dict[str, dict[str, int]] = {}
-
-        def index(role: str, job_id: str) -> int:
-            known = positions.setdefault(role, {})
-            if job_id not in known:
-                known[job_id] = len(known)
-                roles[role].append(job_id)
-            return known[job_id]
-
-        spec = {
-            "preset": config.preset,
-            "seeds": config.seeds,
-            "model_seeds": config.model_seeds,
-            "tasks": config.tasks,
-            "styles": config.styles,
-            "protocols": config.protocols,
-            "settings": config.model_dump(mode="json", exclude=LOCAL),
-            "evaluations": [
-                {"input": index("evaluations", e["job"]), **{k: v for k, v in e.items() if k != "job"}}
-                for e in self.evaluations
-            ],
-            "selections": [
-                {
-                    **{k: v for k, v in s.items() if k not in ("selection", "test", "models")},
-                    "selection": index("selections", s["selection"]),
-                    "test": index("tests", s["test"]),
-                    "models": {name: index("models", job) for name, job in s.get("models", {}).items()},
-                }
-                for s in self.selections
-            ],
-            "rollouts": [
-                {"input": index("rollouts", r["job"]), **{k: v for k, v in r.items() if k != "job"}}
-                for r in self.rollouts
-            ],
-            "notes": self._notes(),
-        }
-        return self.add("report", config.preset, spec, roles)
-
-    def _notes(self) -> list[str]:
-        notes = []
-        if self.config.lineage.kind == "pretrained" and not self.config.lineage.donors:
-            notes.append(
-                "This lineage holds only the deployed model: no earlier checkpoint is at hand, "
-                "so no other donor was tried."
-            )
-        return notes

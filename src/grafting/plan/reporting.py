@@ -1,0 +1,67 @@
+"""What the report is told: which point of which evaluation is what, which selection led to which test."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grafting.plan.study import Study
+
+#: Where things lie on this machine: in no key and no result.
+LOCAL = {"data_root": True, "lineage": {"deployed": {"path"}, "donors": {"__all__": {"path"}}}}
+
+
+class Inputs:
+    """References by role, each once; a spec names them by their place in the list."""
+
+    def __init__(self, *roles: str) -> None:
+        self.roles: dict[str, list[str]] = {role: [] for role in roles}
+        self._places: dict[tuple[str, str], int] = {}
+
+    def place(self, role: str, job_id: str) -> int:
+        """Index of a job among the inputs of a role; it is added if it is new."""
+        if (role, job_id) not in self._places:
+            self._places[role, job_id] = len(self.roles[role])
+            self.roles[role].append(job_id)
+        return self._places[role, job_id]
+
+
+def report_of(study: Study) -> tuple[dict, dict[str, list[str]]]:
+    """Spec and inputs of the report on a study whose jobs are all planned."""
+    config, inputs = study.config, Inputs("evaluations", "selections", "tests", "rollouts", "models")
+
+    def located(entry: dict, role: str) -> dict:
+        return {"input": inputs.place(role, entry["job"]), **{k: v for k, v in entry.items() if k != "job"}}
+
+    spec = {
+        "preset": config.preset,
+        "seeds": config.seeds,
+        "model_seeds": config.model_seeds,
+        "tasks": config.tasks,
+        "styles": config.styles,
+        "protocols": config.protocols,
+        "settings": config.model_dump(mode="json", exclude=LOCAL),
+        "evaluations": [located(entry, "evaluations") for entry in study.evaluations],
+        "selections": [
+            {
+                **entry,
+                "selection": inputs.place("selections", entry["selection"]),
+                "test": inputs.place("tests", entry["test"]),
+                "models": {name: inputs.place("models", job) for name, job in entry.get("models", {}).items()},
+            }
+            for entry in study.selections
+        ],
+        "rollouts": [located(entry, "rollouts") for entry in study.rollouts],
+        "notes": notes(study),
+    }
+    return spec, inputs.roles
+
+
+def notes(study: Study) -> list[str]:
+    """What a reader of this study's results must be told."""
+    lineage = study.config.lineage
+    if lineage.kind == "pretrained" and not lineage.donors:
+        return [
+            "This lineage holds only the deployed model: no earlier checkpoint is at hand, so no other donor was tried."
+        ]
+    return []

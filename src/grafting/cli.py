@@ -8,12 +8,11 @@ from pathlib import Path
 
 import yaml
 
+from grafting.config.load import read_yaml
 from grafting.errors import UserError
 
 
 def _overlays(options: argparse.Namespace) -> list[dict]:
-    from grafting.config.load import read_yaml
-
     return [read_yaml(path) for path in options.configfile]
 
 
@@ -27,7 +26,7 @@ def show(options: argparse.Namespace) -> int:
     if not summary.is_file():
         raise UserError(f"{summary}: no results yet; run `make reproduce` or snakemake")
     print(summary.read_text(encoding="utf-8"))
-    preset = yaml.safe_load((results / "config.resolved.yaml").read_text(encoding="utf-8"))["preset"]
+    preset = read_yaml(results / "config.resolved.yaml")["preset"]
     print(compare(results, PROJECT / "published" / preset).render())
     print(f"\nResults: {results}/  (summary.md, evaluations.csv, claims.json, figures/frontier.svg)")
     print("Checkpoints and predictions: store/   What made them: provenance/   Logs: work/logs/")
@@ -122,7 +121,7 @@ def publish(options: argparse.Namespace) -> int:
     from grafting.analysis.published import write_published
     from grafting.plan.code import PROJECT
 
-    preset = yaml.safe_load((options.results / "config.resolved.yaml").read_text(encoding="utf-8"))["preset"]
+    preset = read_yaml(options.results / "config.resolved.yaml")["preset"]
     target = PROJECT / "published" / preset
     write_published(options.results, target)
     print(f"written: published/{preset}/")
@@ -136,6 +135,8 @@ def sources(options: argparse.Namespace) -> int:
 
     entries = {}
     for folder in options.folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder")
         files = sorted(path for path in folder.iterdir() if path.is_file())
         if not files:
             raise UserError(f"{folder}: holds no files")

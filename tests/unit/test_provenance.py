@@ -96,6 +96,18 @@ def test_only_complete_payloads_are_versioned(tmp_path):
     assert untracked(tmp_path) == [Path(f"store/train/done-{KEY}")]
 
 
+def test_full_disk_is_a_message_and_not_a_traceback(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fullstage.py").write_text("import errno\ndef run(job): raise OSError(errno.ENOSPC, 'No space left')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    job = Job("train", "full", {}, {}, "c")
+    plan = write_plan({job.id: job}, tmp_path / "plans")
+    assert runner.run("fullstage:run", ["--plan", str(plan), "--job", job.id]) == 2
+    text = capfd.readouterr().err
+    assert "No space left" in text and "Traceback" not in text
+    assert not Store(tmp_path).sentinel(job.id).exists()
+
+
 def test_canonical_json_refuses_nan_and_ignores_order():
     assert canonical({"b": 1, "a": [1.5, "é"]}) == '{"a":[1.5,"é"],"b":1}'
     with pytest.raises(ValueError):

@@ -1,5 +1,6 @@
 """What a user relies on, on a real run: nothing is repeated, nothing is lost, the same job gives the same bytes."""
 
+import base64
 import os
 import random
 import shutil
@@ -130,3 +131,23 @@ def test_missing_model_directory_stops_before_anything_starts(study):
     done = study.run("snakemake", "-n", "--configfile", "mine.yaml", "--config", "data_root=data", check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "models/absent is no model directory" in done.stderr
+
+
+def test_mark_of_a_killed_run_hides_nothing(study):
+    """Snakemake's own mark of an incomplete file must neither redo a complete one nor mask what is to be done."""
+    whole = study.planned("--config", "seeds=[5]")
+    done = next((study.root / "provenance" / "evaluate").glob("val.reference.*.json"))
+    mark = base64.b64encode(str(done.relative_to(study.root)).encode()).decode()
+    (study.root / ".snakemake" / "incomplete").mkdir(exist_ok=True)
+    (study.root / ".snakemake" / "incomplete" / mark).touch()
+    assert study.planned("--config", "seeds=[5]") == whole
+    assert study.planned() == {}
+
+
+def test_removed_training_record_is_made_again(study):
+    victim = next((study.root / "provenance" / "train").glob("wug.own.opsd.deployed.*.json"))
+    victim.unlink()
+    next((study.root / "results").glob("report-smoke-*.json")).unlink()
+    assert study.planned() == {"train": 1, "report": 1}
+    study.snakemake("--cores", "2")
+    assert victim.exists()

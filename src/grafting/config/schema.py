@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Rate = Annotated[float, Field(gt=0)]
 Scale = Annotated[float, Field(ge=0, le=10)]
+Decay = Annotated[float, Field(ge=0)]
 #: A name that becomes part of a file name.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$")]
+
+
+def _distinct(values: list) -> list:
+    """Values must differ in the six digits that a candidate's name shows."""
+    shown = [repr(v) if isinstance(v, BaseModel) else f"{v:g}" for v in values]
+    if len(set(shown)) != len(shown):
+        raise ValueError(f"{', '.join(shown)}: two values are equal in six digits; names could not tell them apart")
+    return values
+
+
+Distinct = AfterValidator(_distinct)
 
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are refused, values cannot change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Architecture(Section):
@@ -47,10 +60,10 @@ class Pretrain(Section):
     batch_size: Positive
     lr: Rate
     warmup_steps: Natural
-    weight_decay: float
+    weight_decay: Decay
     demonstration_share: Fraction
     skill_weights: dict[str, Rate]
-    checkpoints: Positive
+    checkpoints: Annotated[int, Field(ge=1, le=100)]
 
     @model_validator(mode="after")
     def _enough_steps(self) -> Pretrain:
@@ -66,7 +79,7 @@ class Posttrain(Section):
     batch_size: Positive
     lr: Rate
     warmup_steps: Natural
-    weight_decay: float
+    weight_decay: Decay
     demonstration_share: Fraction
     skill_weights: dict[str, Rate]
 
@@ -103,7 +116,7 @@ class Source(Section):
     path: str | None = None
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     hub: str | None = None
-    revision: str | None = None
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Source:
@@ -153,8 +166,8 @@ class Training(Section):
     warmup_steps: Natural
     schedule: Literal["cosine", "constant", "linear"]
     final_lr_ratio: Fraction
-    weight_decay: Annotated[float, Field(ge=0)]
-    betas: tuple[Fraction, Fraction]
+    weight_decay: Decay
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
     clip_norm: Rate
     precision: Literal["float32", "bfloat16"]
     threads: Positive
@@ -169,7 +182,7 @@ class Training(Section):
 class Sft(Section):
     """Supervised fine-tuning."""
 
-    lrs: Annotated[list[Rate], Field(min_length=1)]
+    lrs: Annotated[list[Rate], Field(min_length=1), Distinct]
     steps: Positive | None = None
 
 
@@ -184,10 +197,10 @@ class Guard(Section):
 class Opsd(Section):
     """On-policy self-distillation."""
 
-    lrs: Annotated[list[Rate], Field(min_length=1)]
+    lrs: Annotated[list[Rate], Field(min_length=1), Distinct]
     steps: Positive | None = None
     batch_size: Positive | None = None
-    styles: list[Name] | None = None
+    styles: Annotated[list[Name], Field(min_length=1)] | None = None
     divergence: Literal["forward_kl", "reverse_kl", "jsd"]
     beta: Fraction = 0.5
     teacher: Literal["frozen", "ema", "live"]
@@ -199,6 +212,8 @@ class Opsd(Section):
 
     @model_validator(mode="after")
     def _beta_is_inside(self) -> Opsd:
+        if self.skip_tokens >= self.max_new_tokens:
+            raise ValueError(f"skip_tokens {self.skip_tokens} leaves nothing of max_new_tokens {self.max_new_tokens}")
         if self.divergence == "jsd" and not 0 < self.beta < 1:
             raise ValueError(f"jsd needs beta between 0 and 1, given {self.beta}; use forward_kl or reverse_kl")
         return self
@@ -223,28 +238,28 @@ class Masks(Section):
     """Which masks are tried, on which donors, at which scales."""
 
     donors: list[Name]
-    scales: list[Scale]
-    candidates: list[MaskCandidate]
+    scales: Annotated[list[Scale], Distinct]
+    candidates: Annotated[list[MaskCandidate], Distinct]
     labels: Literal["model", "data"]
 
 
 class Graft(Section):
     """Donor, scale and mask."""
 
-    lrs: Annotated[list[Rate], Field(min_length=1)]
+    lrs: Annotated[list[Rate], Field(min_length=1), Distinct]
     donors: Annotated[list[Name], Field(min_length=1)]
-    scales: Annotated[list[Scale], Field(min_length=1)]
+    scales: Annotated[list[Scale], Field(min_length=1), Distinct]
     masks: Masks
     expert_donors: list[Name] = []
-    control_scales: list[Scale] = []
+    control_scales: Annotated[list[Scale], Distinct] = []
 
 
 class Sequential(Section):
     """Tasks one after the other."""
 
-    regraft_scales: list[Scale]
+    regraft_scales: Annotated[list[Scale], Distinct]
     sum_donors: list[Name]
-    sum_scales: list[Scale]
+    sum_scales: Annotated[list[Scale], Distinct]
 
 
 class Combination(Section):
@@ -252,7 +267,7 @@ class Combination(Section):
 
     operator: Literal["sum", "ties"]
     density: Annotated[float, Field(gt=0, le=1)] = 1.0
-    scales: Annotated[list[Scale], Field(min_length=1)]
+    scales: Annotated[list[Scale], Field(min_length=1), Distinct]
 
 
 class Parallel(Section):
@@ -289,8 +304,8 @@ class Config(Section):
     """The whole experiment."""
 
     preset: Name
-    seeds: Annotated[list[Natural], Field(min_length=1)]
-    model_seeds: Annotated[list[Natural], Field(min_length=1)]
+    seeds: Annotated[list[Seed], Field(min_length=1)]
+    model_seeds: Annotated[list[Seed], Field(min_length=1)]
     data_root: str | None
     lineage: Annotated[ScratchLineage | PretrainedLineage, Field(discriminator="kind")]
     tasks: Annotated[list[Name], Field(min_length=1)]
@@ -336,6 +351,21 @@ class Config(Section):
             missing = [name for name in names if name not in self.graft.donors]
             if missing:
                 raise ValueError(f"{key}: {', '.join(missing)} must be in graft.donors too: no update is learned there")
+        opsd = self.learners.opsd
+        for style in (opsd.styles or []) if opsd else []:
+            if style not in self.styles:
+                raise ValueError(f"learners.opsd.styles: {style!r} is not in styles; to leave OPSD out say opsd: null")
+        if self.lineage.kind == "scratch":
+            limits = {"evaluation": self.evaluation, "rollout": self.rollout, "learners.opsd": opsd}
+            for key, section in limits.items():
+                if section is not None and section.max_new_tokens >= self.lineage.architecture.context:
+                    raise ValueError(
+                        f"{key}.max_new_tokens {section.max_new_tokens} fills lineage.architecture.context"
+                    )
+        if self.lineage.kind == "pretrained" and self.prior.kind == "skills":
+            raise ValueError("prior.kind: skills are the tiny language's; a pretrained lineage needs another suite")
+        if self.lineage.kind == "pretrained" and "deployed" in self.lineage.donors:
+            raise ValueError("lineage.donors: the name deployed is that of the deployed model itself")
         if self.lineage.kind == "pretrained" and len(self.model_seeds) > 1:
             raise ValueError("model_seeds: a pretrained lineage has exactly one")
         return self

@@ -148,7 +148,8 @@ def _single(study: Study, style: str, task: str) -> list[Family]:
 
     def is_graft(c: dict) -> bool:
         # a random mask is a control: it may not be what is compared with OPSD
-        return c["method"] == "sft" and c["donor"] in donors and c["lr"] in graft.lrs and not is_random(c)
+        on_grid = c["donor"] in donors and c["lr"] in graft.lrs and (c["mask"] != "none" or c["scale"] in graft.scales)
+        return c["method"] == "sft" and on_grid and not is_random(c)
 
     def is_random(c: dict) -> bool:
         return "-random-" in c["mask"]

@@ -28,7 +28,7 @@ class Inputs:
 
 def report_of(study: Study) -> tuple[dict, dict[str, list[str]]]:
     """Spec and inputs of the report on a study whose jobs are all planned."""
-    config, inputs = study.config, Inputs("evaluations", "selections", "tests", "rollouts", "models")
+    config, inputs = study.config, Inputs("evaluations", "selections", "tests", "rollouts", "models", "trained")
 
     def located(entry: dict, role: str) -> dict:
         return {"input": inputs.place(role, entry["job"]), **{k: v for k, v in entry.items() if k != "job"}}
@@ -54,6 +54,10 @@ def report_of(study: Study) -> tuple[dict, dict[str, list[str]]]:
         "rollouts": [located(entry, "rollouts") for entry in study.rollouts],
         "notes": notes(study),
     }
+    # their cost stands in the tables, so their records must be there
+    for job in study.jobs.values():
+        if job.stage == "train":
+            inputs.place("trained", job.id)
     return spec, inputs.roles
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from grafting.config.schema import Config, Source
+from grafting.errors import UserError
 from grafting.plan.code import code_digest
 from grafting.plan.jobs import Job, key_of
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
@@ -368,6 +369,8 @@ class Study:
         alternatives = {
             c.name: self._test_of(c, f"{shared}.{c.name}.m{self.m}", family.tasks) for c in family.candidates
         }
+        if len(alternatives) != len(family.candidates):
+            raise UserError(f"{name}: two candidates have one name; make their settings differ in six digits")
         test = self.add(
             "evaluate",
             f"test.{name}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import errno
 import importlib
 import json
 import os
@@ -31,6 +32,8 @@ from grafting.provenance.progress import Progress
 from grafting.provenance.store import Store
 
 FORMAT = 1
+#: Faults of the disk or of a folder that a user can mend.
+DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
 
 
 class RunningJob:
@@ -222,7 +225,17 @@ def run(target: str, arguments: list[str]) -> int:
         for stream in (sys.stderr, terminal):
             print(f"error in {options.job}: {error}", file=stream, flush=True)
         return 2
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_FAULTS:
+            place = f" at {error.filename}" if error.filename else ""
+            for stream in (sys.stderr, terminal):
+                print(
+                    f"error in {options.job}: {error.strerror}{place}; make room or mend the folder, then run again: "
+                    "nothing that is finished is lost",
+                    file=stream,
+                    flush=True,
+                )
+            return 2
         text = traceback.format_exc()
         print(text, file=sys.stderr, flush=True)
         where = f" (log: {options.log})" if options.log else ""

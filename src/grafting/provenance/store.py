@@ -52,7 +52,10 @@ class Store:
         """Content of the sentinel; UserError if it is absent or no JSON."""
         path = self.sentinel(job_id)
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            sidecar = json.loads(path.read_text(encoding="utf-8"))
+            if isinstance(sidecar, dict):
+                return sidecar
+            raise UserError(f"{path}: holds no mapping; delete it and run snakemake again")
         except FileNotFoundError:
             raise UserError(f"{path}: no such artefact; run snakemake to make it") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -76,7 +79,7 @@ class Store:
         if not path.exists():
             raise UserError(
                 f"{path}: the payload of {target} is absent although its sentinel exists; "
-                f"bring it back with `dvc checkout` or `dvc pull`, or delete {self.sentinel(target)} to recompute it"
+                f"bring it back with `.venv/bin/dvc checkout` or `dvc pull`, or delete {self.sentinel(target)} to recompute it"
             )
         return path
 

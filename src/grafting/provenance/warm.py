@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -72,8 +73,10 @@ def delegate(target: str, arguments: list[str]) -> int | None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, forward)
     status = stream.readline()
-    # no answer: the child was killed
-    return int(status) if status.strip() else 137
+    if status.strip():
+        return int(status)
+    print(f"{' '.join(arguments)}: the job was killed (out of memory?); run again to go on", file=sys.stderr)
+    return 137
 
 
 def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
@@ -133,6 +136,8 @@ def serve(address: str, parent: int) -> None:
             finally:
                 os._exit(status)
         connection.close()
+    listener.close()
+    shutil.rmtree(os.path.dirname(address), ignore_errors=True)
 
 
 def start() -> tuple[int, str]:
@@ -154,8 +159,6 @@ def start() -> tuple[int, str]:
 
 def stop(pid: int, address: str) -> None:
     """End the warm process and remove its socket."""
-    import shutil
-
     os.environ.pop(VARIABLE, None)
     try:
         os.kill(pid, signal.SIGTERM)

@@ -259,7 +259,7 @@ def test_ci_script_is_a_valid_shell_script():
 def test_default_profile_leaves_the_decision_to_existence():
     profile = yaml.safe_load((ROOT / "profiles" / "default" / "config.yaml").read_text(encoding="utf-8"))
     assert profile["rerun-triggers"] == ["mtime"]
-    assert profile["rerun-incomplete"] is True
+    assert profile["ignore-incomplete"] is True and "rerun-incomplete" not in profile
     assert "retries" not in profile
 
 

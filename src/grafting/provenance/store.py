@@ -79,7 +79,8 @@ class Store:
         if not path.exists():
             raise UserError(
                 f"{path}: the payload of {target} is absent although its sentinel exists; "
-                f"bring it back with `.venv/bin/dvc checkout` or `dvc pull`, or delete {self.sentinel(target)} to recompute it"
+                "bring it back with `.venv/bin/dvc checkout` or `dvc pull`, "
+                f"or delete {self.sentinel(target)} to recompute it"
             )
         return path
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from grafting.config import resolve
+from grafting.config.load import read_yaml
 from grafting.errors import UserError
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -81,6 +82,13 @@ def test_numbers_given_as_strings_are_numbers():
     config = resolve(DEFAULT, overlay)
     assert config.learners.sft.lrs == [1e-4]
     assert config.training.steps == 12
+
+
+def test_a_key_given_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("seeds: [1]\nstyles: [own]\nseeds: [2]\n")
+    with pytest.raises(UserError, match="line 3: the key 'seeds' is given twice"):
+        read_yaml(path)
 
 
 def test_kind_replaces_the_whole_mapping():

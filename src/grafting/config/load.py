@@ -14,10 +14,23 @@ from grafting.config.schema import Config, TaskDefaults
 from grafting.errors import UserError
 
 
+class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice, where YAML lets the last one win silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.YAMLError(f"line {key_node.start_mark.line + 1}: the key {key!r} is given twice")
+            seen.add(str(key))
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict:
     """Read one YAML mapping; UserError if the file is absent, unreadable or no mapping."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
         raise UserError(f"{path}: no such configuration file") from None
     except OSError as error:

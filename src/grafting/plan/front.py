@@ -22,9 +22,13 @@ EXPORTED = ("summary.md", "evaluations.csv", "claims.json", "config.resolved.yam
 
 
 def load_config(*overlays: dict, folder: Path = Path(".")) -> Config:
-    """The folder's `config.yaml` (the project's own, if the folder has none) with overlays on top."""
-    path = folder / CONFIG
-    return resolve(read_yaml(path if path.exists() else PROJECT / CONFIG), *overlays)
+    """The folder's `config.yaml` with overlays on top; UserError if the folder has none."""
+    if not (folder / CONFIG).exists():
+        raise UserError(
+            f"{folder.resolve()}: no {CONFIG} here; start in the project's folder, or copy {PROJECT / CONFIG} here "
+            "to begin a study of your own"
+        )
+    return resolve(read_yaml(folder / CONFIG), *overlays)
 
 
 def check_at_hand(study: Study, store: Store) -> None:

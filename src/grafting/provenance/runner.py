@@ -223,7 +223,9 @@ def run(target: str, arguments: list[str]) -> int:
         execute(job, store, getattr(importlib.import_module(module), name), terminal)
     except UserError as error:
         for stream in (sys.stderr, terminal):
-            print(f"error in {options.job}: {error}", file=stream, flush=True)
+            text = str(error)
+            # most messages of a stage name the job themselves
+            print(f"error in {options.job}: {text.removeprefix(options.job).lstrip(':, ')}", file=stream, flush=True)
         return 2
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_FAULTS:

@@ -6,8 +6,8 @@ yet are added, one by one to that directory, so that entries whose payload is no
 
 from __future__ import annotations
 
-import contextlib
 import json
+import logging
 import os
 import sys
 import time
@@ -56,7 +56,8 @@ def add_payloads(root: Path, attempts: int = 30) -> int:
     from dvc.repo import Repo
 
     # DVC's advice to stage store/*.dvc after every add says nothing new to the one who runs a study
-    with Repo(str(root)) as repo, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    logging.getLogger("dvc").setLevel(logging.WARNING)
+    with Repo(str(root)) as repo:
         for attempt in range(attempts):
             try:
                 repo.add([str(path) for path in new])

@@ -6,7 +6,7 @@ from grafting.plan.planfile import write_plan
 from grafting.provenance.store import Store
 
 STORE = Store()
-PLAN = str(write_plan(STUDY.jobs, Path("work/plans")))
+PLAN = str(write_plan(STUDY.jobs, Path("work/plans"), STUDY.config.saving.model_dump()))
 
 
 wildcard_constraints:

@@ -21,6 +21,7 @@ from grafting.evaluation import suites  # noqa: E402
 from grafting.models import load_model, load_tokenizer, save_model  # noqa: E402
 from grafting.models.chat import encode_prompt  # noqa: E402
 from grafting.models.scratch import new_model, new_tokenizer  # noqa: E402
+from grafting.provenance.saving import Saver  # noqa: E402
 from grafting.rollouts.counting import Counter  # noqa: E402
 
 WORDS = ["<pad>", "<eos>", "<user>", "<bot>", "</ans>", "copy", "rev", "a", "b", "c", "d", "A", "B", "C", "D"]
@@ -39,7 +40,7 @@ class Job(SimpleNamespace):
 
     def __init__(self, out: Path, spec: dict, inputs: dict, earlier=()) -> None:
         out.mkdir(parents=True)
-        super().__init__(out=out, spec=spec, id="evaluate/x-1", name="x", metrics={}, cost={})
+        super().__init__(out=out, spec=spec, id="evaluate/x-1", name="x", metrics={}, cost={}, saving=Saver())
         self._inputs, self._earlier = inputs, list(earlier)
 
     def inputs(self, role):

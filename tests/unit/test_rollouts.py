@@ -11,6 +11,7 @@ from grafting.errors import UserError
 from grafting.models import load_tokenizer, save_model
 from grafting.models.scratch import new_model, new_tokenizer
 from grafting.provenance.progress import Progress
+from grafting.provenance.saving import Saver
 from grafting.rollouts import example_seed, generate
 from grafting.rollouts.counting import Counter
 from grafting.rollouts.sampling import choose, uniforms
@@ -38,7 +39,7 @@ class Job:
 
     def __init__(self, out, spec, inputs):
         self.id, self.out, self.spec, self._inputs = "rollout/test-0", out, spec, inputs
-        self.cost, self.metrics = {}, {}
+        self.cost, self.metrics, self.saving = {}, {}, Saver()
         out.mkdir()
 
     def input(self, role):

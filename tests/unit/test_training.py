@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 from grafting.errors import UserError
 from grafting.models import load_model, save_model
 from grafting.models.scratch import new_model, new_tokenizer
+from grafting.provenance.saving import Saver
 from grafting.rollouts.counting import Counter
 from grafting.tasks import load_examples, load_info
 from grafting.tasks.tiny import build_prior, build_task
@@ -70,8 +71,10 @@ class Job:
     def __init__(self, out, spec, **inputs):
         self.id, self.out, self.spec, self._inputs = "train/test-0", out, spec, inputs
         self.cost, self.metrics, self.said = {}, {}, []
+        self.saving = Saver()
         if out is not None:
             out.mkdir()
+            self.work = out.with_name(f"{out.name}.work")
 
     def inputs(self, role):
         return self._inputs.get(role, [])

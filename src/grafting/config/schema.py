@@ -300,6 +300,16 @@ class Selection(Section):
     prior_weight: Fraction
 
 
+class Saving(Section):
+    """When a running job saves its work, and what makes it stop. It changes no result and enters no key."""
+
+    seconds: Rate | None = 60.0
+    steps: Positive | None = None
+    share: Annotated[float, Field(gt=0, le=1)] = 0.02
+    signal: Literal["USR1", "USR2", "URG", "XCPU"] | None = None
+    budget_seconds: Rate | None = None
+
+
 class Config(Section):
     """The whole experiment."""
 
@@ -322,6 +332,7 @@ class Config(Section):
     evaluation: Evaluation
     rollout: Rollout
     selection: Selection
+    saving: Saving = Saving()
 
     @field_validator("seeds", "model_seeds", "tasks", "styles", "protocols")
     @classmethod

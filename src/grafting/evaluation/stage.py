@@ -3,7 +3,8 @@
 Payload, per point: `<pointkey>.json` (name, key, recipe, labels, scores) and `<pointkey>.jsonl.gz` (one
 prediction per line); and `protocol.json`, what the scores depend on besides the weights (decoding, prompt
 template hash, suites). Points that an earlier job of the same sweep already holds are taken from there:
-a point's key covers its recipe, its models, its data and the evaluator.
+a point's key covers its recipe, its models, its data and the evaluator. An interrupted job keeps its finished
+points, and of the one it was at the finished batches.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ def _reuse(point: dict[str, Any], earlier: Sequence[Path], out: Path) -> bool:
 
 def _compute(job: Any, points: Sequence[dict[str, Any]], folders: Sequence[Path]) -> None:
     """Loads the model once, encodes the suites once, then moves the live weights from point to point."""
-    from grafting.evaluation.suites import Decoding, load_suite, predict, summarise
+    from grafting.evaluation.suites import Decoding, load_suite
     from grafting.merging.sweep import Sweep
     from grafting.models import count_parameters, load_model, load_tokenizer
     from grafting.models.chat import stop_ids
@@ -75,20 +77,42 @@ def _compute(job: Any, points: Sequence[dict[str, Any]], folders: Sequence[Path]
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         decoding = Decoding(tokenizer, stop_ids(model, tokenizer), pad_id, spec["batch_size"], spec["max_new_tokens"])
         sweep = Sweep.of_job(job) if any(point["recipe"] is not None for point in points) else None
-    counter = Counter()
+    counter, finished = Counter(), job.saving.part("points")
     bar = job.progress(len(points) * sum(len(suite.examples) for suite in suites), "evaluation", unit="answer")
     # The points that are the model itself come first, while its weights are still untouched.
-    for point in sorted(points, key=lambda point: point["recipe"] is not None):
-        if point["recipe"] is not None:
-            with job.phase("merge"):
-                sweep.into(model, point["recipe"])
-        with job.phase("rollout"):
-            predictions = predict(model, suites, decoding, counter, bar.update)
-        scores = [row for suite, rows in zip(suites, predictions, strict=True) for row in summarise(suite, rows)]
-        _write_point(job.out, point, scores)
-        _write_predictions(job.out / f"{point['key']}.jsonl.gz", [row for rows in predictions for row in rows])
+    with job.saving.section():
+        for number, point in enumerate(sorted(points, key=lambda point: point["recipe"] is not None), 1):
+            done = finished.get(point["key"])
+            if done is None:
+                done = _evaluate(job, point, model, sweep, suites, decoding, bar)
+                finished.add(point["key"], done, f"point {number} of {len(points)}")
+            else:
+                bar.skip(len(done["predictions"]))
+            counter.add(**done["tokens"])
+            _write_point(job.out, point, done["scores"])
+            _write_predictions(job.out / f"{point['key']}.jsonl.gz", done["predictions"])
     bar.close()
     job.add_cost(**counter.cost(count_parameters(model)))
+
+
+def _evaluate(job: Any, point: dict[str, Any], model: Any, sweep: Any, suites: Any, decoding: Any, bar: Any) -> dict:
+    """Scores, predictions and token counts of one point, as JSON values."""
+    from grafting.evaluation.suites import predict, summarise
+    from grafting.rollouts.counting import Counter
+
+    if point["recipe"] is not None:
+        with job.phase("merge"):
+            sweep.into(model, point["recipe"])
+    counter = Counter()
+    with job.phase("rollout"):
+        part = lambda name: job.saving.part(f"{point['key']} {name}")  # noqa: E731
+        predictions = predict(model, suites, decoding, counter, bar.update, part)
+    scores = [row for suite, rows in zip(suites, predictions, strict=True) for row in summarise(suite, rows)]
+    return {
+        "scores": scores,
+        "predictions": [row for rows in predictions for row in rows],
+        "tokens": asdict(counter),
+    }
 
 
 def _write_point(out: Path, point: dict[str, Any], scores: list[dict[str, Any]]) -> None:

@@ -98,10 +98,12 @@ def predict(
     decoding: Decoding,
     counter: Any,
     progress: Callable[[int], object] = lambda answers: None,
+    part: Callable[[str], Any] = lambda name: None,
 ) -> list[list[Prediction]]:
     """The predictions of every suite, in example order. All generated answers come from one generate call.
 
-    `progress(n)` is told when n more examples are answered.
+    `progress(n)` is told when n more examples are answered. `part(name)` gives the finished pieces of a part
+    (`grafting.provenance.saving.Part`), so that an interrupted evaluation goes on after its last batch.
     """
     generated = [suite for suite in suites if suite.letters is None]
     rollouts = iter(
@@ -114,6 +116,7 @@ def predict(
             batch_size=decoding.batch_size,
             counter=counter,
             progress=progress,
+            finished=part("generated"),
         )
         if generated
         else ()
@@ -121,8 +124,8 @@ def predict(
     return [
         _score_generated(suite, rollouts, decoding.text)
         if suite.letters is None
-        else _score_options(suite, model, decoding, counter, progress)
-        for suite in suites
+        else _score_options(suite, model, decoding, counter, progress, part(f"options {place}"))
+        for place, suite in enumerate(suites)
     ]
 
 
@@ -138,21 +141,28 @@ def _score_generated(suite: Suite, rollouts: Any, text_of: Callable[[Sequence[in
 
 
 def _score_options(
-    suite: Suite, model: Any, decoding: Decoding, counter: Any, progress: Callable[[int], object]
+    suite: Suite, model: Any, decoding: Decoding, counter: Any, progress: Callable[[int], object], finished: Any
 ) -> list[Prediction]:
     """Argmax of the next-token logit over each example's option letters."""
     predictions: list[Prediction | None] = [None] * len(suite.examples)
     order = sorted(range(len(suite.examples)), key=lambda i: len(suite.prompts[i]))
     for start in range(0, len(order), decoding.batch_size):
         rows = order[start : start + decoding.batch_size]
-        logits = _next_token_logits(model, [suite.prompts[i] for i in rows], decoding.pad_id)
+        known = None if finished is None else finished.get(str(start))
+        letters = known
+        if known is None:
+            logits = _next_token_logits(model, [suite.prompts[i] for i in rows], decoding.pad_id)
+            letters = [
+                ascii_uppercase[int(logits[row, list(suite.letters[i])].argmax())] for row, i in enumerate(rows)
+            ]
         counter.add(tokens_generated=0, tokens_forwarded=sum(len(suite.prompts[i]) for i in rows))
-        for row, i in enumerate(rows):
+        for chosen, i in zip(letters, rows, strict=True):
             example = suite.examples[i]
-            chosen = ascii_uppercase[int(logits[row, list(suite.letters[i])].argmax())]
             correct = chosen == example["answer"]
             predictions[i] = _prediction(example, chosen, correct, "correct" if correct else "wrong", "option")
         progress(len(rows))
+        if finished is not None and known is None:
+            finished.add(str(start), letters, f"answer {start + len(rows)} of {len(order)}")
     return predictions
 
 

@@ -12,15 +12,18 @@ from grafting.plan.code import MANIFESTS
 from grafting.plan.jobs import Job
 from grafting.provenance.files import canonical, digest, write_text
 
+SETTINGS = "saving"
 KEPT_SECONDS = 30 * 24 * 3600
 
 
-def write_plan(jobs: dict[str, Job], folder: Path) -> Path:
+def write_plan(jobs: dict[str, Job], folder: Path, settings: dict | None = None) -> Path:
     """Write one line per job to `folder/<hash of the content>.jsonl`; returns its path.
 
-    Plans that no run has used for a month are removed.
+    `settings`: how jobs save themselves (the section `saving` of the configuration). They change no result, so
+    they stand beside the jobs and not in their specs. Plans that no run has used for a month are removed.
     """
-    lines = [f"code/{code}\t{canonical(manifest)}\n" for code, manifest in sorted(MANIFESTS.items())]
+    lines = [f"{SETTINGS}\t{canonical(settings or {})}\n"]
+    lines += [f"code/{code}\t{canonical(manifest)}\n" for code, manifest in sorted(MANIFESTS.items())]
     lines += [f"{job_id}\t{canonical(job.to_json())}\n" for job_id, job in jobs.items()]
     path = folder / f"{digest(lines, 16)}.jsonl"
     if path.exists():
@@ -40,6 +43,13 @@ def read_manifest(path: Path, code: str) -> dict | None:
             if line.startswith(f"code/{code}\t"):
                 return json.loads(line.partition("\t")[2])
     return None
+
+
+def read_settings(path: Path) -> dict:
+    """How jobs save themselves; it is the plan's first line. Empty if the plan does not say."""
+    with path.open(encoding="utf-8") as file:
+        name, _, text = file.readline().partition("\t")
+    return json.loads(text) if name == SETTINGS else {}
 
 
 def read_job(path: Path, job_id: str) -> Job:

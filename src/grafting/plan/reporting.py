@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from grafting.plan.study import Study
 
-#: Where things lie on this machine: in no key and no result.
-LOCAL = {"data_root": True, "lineage": {"deployed": {"path"}, "donors": {"__all__": {"path"}}}}
+#: Where things lie on this machine, and how jobs save themselves: in no key and no result.
+LOCAL = {"data_root": True, "saving": True, "lineage": {"deployed": {"path"}, "donors": {"__all__": {"path"}}}}
 
 
 class Inputs:

@@ -25,8 +25,13 @@ class Progress:
 
     def __init__(self, total: int, label: str, unit: str, say: Callable[[str], None], interval: float = 10.0) -> None:
         self.total, self.label, self.unit, self.say, self.interval = total, label, unit, say, interval
-        self.done = 0
+        self.done = self.found = 0
         self.started = self.spoken = time.monotonic()
+
+    def skip(self, n: int) -> None:
+        """`n` units were done by an interrupted run: they count, but say nothing about the rate."""
+        self.done += n
+        self.found += n
 
     def update(self, n: int = 1, **shown: float) -> None:
         """`n` units are done; `shown` are numbers to print beside (loss, accuracy)."""
@@ -35,7 +40,7 @@ class Progress:
         if now - self.spoken < self.interval:
             return
         self.spoken = now
-        rate = self.done / (now - self.started)
+        rate = (self.done - self.found) / (now - self.started)
         left = clock((self.total - self.done) / rate) if rate > 0 else "?"
         numbers = "".join(f", {key} {value:.4g}" for key, value in shown.items())
         self.say(f"{self.label}: {self.done}/{self.total} {self.unit}s, {rate:.3g}/s, {left} left{numbers}")

@@ -19,15 +19,16 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from grafting.errors import UserError
 from grafting.plan.code import code_digest
 from grafting.plan.jobs import Job, key_of
-from grafting.plan.planfile import read_job, read_manifest
-from grafting.provenance import facts
+from grafting.plan.planfile import read_job, read_manifest, read_settings
+from grafting.provenance import facts, saving
 from grafting.provenance.progress import Progress
 from grafting.provenance.store import Store
 
@@ -36,10 +37,28 @@ FORMAT = 1
 DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
 
 
-class RunningJob:
-    """What a stage function sees of its job. See `grafting.plan.jobs.Job` for spec and inputs."""
+def _tell(stream, line: str) -> None:
+    """Print a line where there is still somebody who reads it: a job outlives the terminal that started it."""
+    with suppress(OSError):
+        print(line, file=stream, flush=True)
 
-    def __init__(self, job: Job, store: Store, out: Path, terminal) -> None:
+
+class RunningJob:
+    """What a stage function sees of its job. See `grafting.plan.jobs.Job` for spec and inputs.
+
+    `work` is the job's folder for unfinished work: it survives failure and is removed when the job is done.
+    `saving` saves it and brings it back (see `grafting.provenance.saving`).
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        store: Store,
+        out: Path,
+        terminal,
+        settings: saving.Settings | None = None,
+        started: float | None = None,
+    ) -> None:
         self.job, self.store, self.out, self._terminal = job, store, out, terminal
         self.stage, self.name, self.key, self.id, self.spec = job.stage, job.name, job.key, job.id, job.spec
         self.places = job.places
@@ -48,6 +67,10 @@ class RunningJob:
         self.cost: dict[str, int] = {}
         self.phases: dict[str, float] = {}
         self.metrics: dict[str, object] = {}
+        self._open: dict[str, float] = {}  # phases that are not over, with the process time of their start
+        self._wall, self._cpu = time.monotonic(), time.process_time()
+        self._earlier = {"cpu_seconds": 0.0, "wall_seconds": 0.0, "peak_memory_bytes": 0, "sessions": 0}
+        self.saving = saving.Saver(self.work, settings, self.say, job.code, self.account, self._carry, started)
 
     @property
     def input_keys(self) -> dict[str, list[str]]:
@@ -80,7 +103,7 @@ class RunningJob:
     def say(self, line: str) -> None:
         """One line for the person who watches: on the terminal and in the log."""
         for stream in (sys.stderr, self._terminal):
-            print(f"[{self.stage} {self.name}] {line}", file=stream, flush=True)
+            _tell(stream, f"[{self.stage} {self.name}] {line}")
 
     def progress(self, total: int, label: str, unit: str = "step") -> Progress:
         """A counter that says rate and time left every ten seconds."""
@@ -94,11 +117,36 @@ class RunningJob:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """CPU seconds spent inside are added to the sidecar under this name."""
-        start = time.process_time()
+        start = self._open[name] = time.process_time()
         try:
             yield
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.process_time() - start
+            self._open.pop(name, None)
+
+    def account(self) -> dict[str, object]:
+        """What the job has cost up to now, in this run and in interrupted ones whose work it goes on from."""
+        now, earlier = time.process_time(), self._earlier
+        phases = dict(self.phases)
+        for name, start in self._open.items():
+            phases[name] = phases.get(name, 0.0) + now - start
+        return {
+            "cost": dict(self.cost),
+            "phases": phases,
+            "cpu_seconds": earlier["cpu_seconds"] + now - self._cpu,
+            "wall_seconds": earlier["wall_seconds"] + time.monotonic() - self._wall,
+            "peak_memory_bytes": max(
+                earlier["peak_memory_bytes"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            ),
+            "sessions": earlier["sessions"] + 1,
+        }
+
+    def _carry(self, account: dict) -> None:
+        """Add the account of interrupted runs."""
+        self.add_cost(**account["cost"])
+        for name, seconds in account["phases"].items():
+            self.phases[name] = self.phases.get(name, 0.0) + seconds
+        self._earlier = {key: account[key] for key in self._earlier}
 
 
 def _keep_heap() -> None:
@@ -117,8 +165,18 @@ def _keep_heap() -> None:
         libc.mallopt(m_top_pad, 64 << 20)
 
 
-def execute(job: Job, store: Store, function, terminal) -> None:
-    """Make the artefact of `job`, or a link to an equal one that exists."""
+def execute(
+    job: Job,
+    store: Store,
+    function,
+    terminal,
+    settings: saving.Settings | None = None,
+    started: float | None = None,
+) -> None:
+    """Make the artefact of `job`, or a link to an equal one that exists.
+
+    `settings` say when the job saves itself, `started` is its start on the monotonic clock.
+    """
     concrete = job
     if job.alternatives:
         choice = json.loads((store.payload(job.inputs["selection"][0]) / "choice.json").read_text(encoding="utf-8"))
@@ -127,7 +185,7 @@ def execute(job: Job, store: Store, function, terminal) -> None:
     with store.lock(concrete.stage, concrete.key):
         existing = store.with_key(concrete.stage, concrete.key)
         if existing is None:
-            _compute(concrete, store, function, terminal)
+            _compute(concrete, store, function, terminal, settings, started)
             existing = concrete.id
     if existing != job.id:
         linked = {
@@ -142,23 +200,24 @@ def execute(job: Job, store: Store, function, terminal) -> None:
         store.write(job.id, linked)
 
 
-def _compute(job: Job, store: Store, function, terminal) -> None:
-    started, wall, cpu = datetime.now(UTC), time.monotonic(), time.process_time()
+def _compute(job: Job, store: Store, function, terminal, settings, started) -> None:
+    began = datetime.now(UTC)
     out = store.aside(job.id)
-    running = RunningJob(job, store, out, terminal)
+    running = RunningJob(job, store, out, terminal, settings, started)
     try:
         function(running)
         files = store.publish(job.id, out)
     finally:
         shutil.rmtree(out, ignore_errors=True)
+    account = running.account()
     cost = {
         **{
             key: running.cost.get(key, 0)
             for key in ("tokens_generated", "tokens_forwarded", "tokens_backpropagated", "flops")
         },
-        "cpu_seconds": round(time.process_time() - cpu, 3),
-        "wall_seconds": round(time.monotonic() - wall, 3),
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "cpu_seconds": round(account["cpu_seconds"], 3),
+        "wall_seconds": round(account["wall_seconds"], 3),
+        "peak_memory_bytes": account["peak_memory_bytes"],
         "phases": {name: round(seconds, 3) for name, seconds in sorted(running.phases.items())},
     }
     store.write(
@@ -178,7 +237,9 @@ def _compute(job: Job, store: Store, function, terminal) -> None:
             "versions": facts.versions(),
             "git": facts.git_state(),
             "host": facts.host(),
-            "started": started.isoformat(timespec="seconds"),
+            # 1, and one more for every interrupted run whose work this one went on from
+            "sessions": account["sessions"],
+            "started": began.isoformat(timespec="seconds"),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         },
     )
@@ -204,44 +265,58 @@ def _same_code(job: Job) -> None:
 
 
 def run(target: str, arguments: list[str]) -> int:
-    """Run one job in this process; returns the exit status (0 done, 2 a fault that the user can mend, 1 a bug)."""
+    """Run one job in this process; returns the exit status: 0 done, 75 stopped with its work saved (run it again
+    to go on), 2 a fault that the user can mend, 1 a bug."""
+    started = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m " + target.partition(":")[0])
     parser.add_argument("--plan", type=Path, required=True, help="plan file written by the Snakefile")
     parser.add_argument("--job", required=True, help="id of the job, <stage>/<name>-<key>")
     parser.add_argument("--log", type=Path, help="where output goes; progress is shown on the terminal too")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="save and leave with status 75 before the job has run this long; default: saving.budget_seconds",
+    )
     options = parser.parse_args(arguments)
     terminal = _redirect(options.log)
+
+    def both(line: str) -> None:
+        for stream in (sys.stderr, terminal):
+            _tell(stream, line)
+
     try:
         _keep_heap()
         module, _, name = target.partition(":")
         job = read_job(options.plan, options.job)
+        settings = saving.Settings(**read_settings(options.plan))
+        if options.budget is not None:
+            settings = replace(settings, budget_seconds=options.budget)
         store = Store()
         if module not in sys.modules:
             _same_code(job)
         for code in {job.code, *(way.code for way in job.alternatives.values())}:
             store.keep_code(code, lambda code=code: read_manifest(options.plan, code))
-        execute(job, store, getattr(importlib.import_module(module), name), terminal)
+        execute(job, store, getattr(importlib.import_module(module), name), terminal, settings, started)
+    except saving.Stopped as stop:
+        both(f"{options.job}: {stop}")
+        return saving.STATUS
     except UserError as error:
-        for stream in (sys.stderr, terminal):
-            text = str(error)
-            # most messages of a stage name the job themselves
-            print(f"error in {options.job}: {text.removeprefix(options.job).lstrip(':, ')}", file=stream, flush=True)
+        # most messages of a stage name the job themselves
+        both(f"error in {options.job}: {str(error).removeprefix(options.job).lstrip(':, ')}")
         return 2
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_FAULTS:
             place = f" at {error.filename}" if error.filename else ""
-            for stream in (sys.stderr, terminal):
-                print(
-                    f"error in {options.job}: {error.strerror}{place}; make room or mend the folder, then run again: "
-                    "nothing that is finished is lost",
-                    file=stream,
-                    flush=True,
-                )
+            both(
+                f"error in {options.job}: {error.strerror}{place}; make room or mend the folder, then run again: "
+                "nothing that is finished is lost"
+            )
             return 2
         text = traceback.format_exc()
-        print(text, file=sys.stderr, flush=True)
+        _tell(sys.stderr, text)
         where = f" (log: {options.log})" if options.log else ""
-        print(f"{options.job} failed{where}: {text.strip().splitlines()[-1]}", file=terminal, flush=True)
+        _tell(terminal, f"{options.job} failed{where}: {text.strip().splitlines()[-1]}")
         return 1
     return 0
 

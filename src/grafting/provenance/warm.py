@@ -20,6 +20,8 @@ import threading
 import time
 
 VARIABLE = "GRAFTING_WARM"
+#: What reaches the client is meant for the job: those that stop it, and those that saving.signal may name.
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG, signal.SIGXCPU)
 PRELOADED = (
     "torch",
     "torch._dynamo",  # the first optimiser imports it: more than a second
@@ -66,17 +68,26 @@ def delegate(target: str, arguments: list[str]) -> int | None:
         connection.close()
         return None
 
+    received: list[int] = []
+
     def forward(number: int, _frame) -> None:
+        received.append(number)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, forward)
-    status = stream.readline()
+    for number in FORWARDED:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, forward)
+    try:
+        status = stream.readline()
+    except OSError:
+        status = ""
     if status.strip():
         return int(status)
-    print(f"{' '.join(arguments)}: the job was killed (out of memory?); run again to go on", file=sys.stderr)
-    return 137
+    reason = f"ended by {signal.Signals(received[0]).name}" if received else "killed (out of memory?)"
+    with contextlib.suppress(OSError):
+        print(f"{' '.join(arguments)}: the job was {reason}; run again to go on", file=sys.stderr)
+    return 128 + received[0] if received else 137
 
 
 def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
@@ -89,9 +100,10 @@ def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
 
 
 def _leave_with(connection: socket.socket) -> None:
-    """End this child when the one who asked for it is gone: nobody waits for its work."""
-    if not connection.recv(1):
-        os.kill(os.getpid(), signal.SIGTERM)
+    """End this child when the one who asked for it is gone, so that it saves its work and leaves."""
+    with contextlib.suppress(OSError):
+        connection.recv(1)  # a client never sends more than its request
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _child(connection: socket.socket) -> int:

@@ -47,13 +47,16 @@ def generate(
     batch_size: int,
     counter=None,
     progress: Callable[[int], object] | None = None,
+    finished=None,
 ) -> list[Rollout]:
     """One response per prompt, in the order of the prompts.
 
     Greedy at temperature 0, else sampled with one seed per prompt (see `sampling`). Prompts are batched by
     length and padded on the left; padding does not change logits beyond rounding. `counter.add(
     tokens_generated=, tokens_forwarded=)` receives what was computed, padding and finished rows not counted;
-    `progress(n)` is told when n more prompts are answered.
+    `progress(n)` is told when n more prompts are answered. `finished` (a `grafting.provenance.saving.Part`)
+    holds the batches that an interrupted run has answered and takes those answered here; on a stop signal it
+    ends the job after a batch.
     UserError: empty prompt, prompt and response longer than the context.
     """
     if temperature != 0 and (seeds is None or len(seeds) != len(prompts)):
@@ -69,19 +72,33 @@ def generate(
     try:
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
-            numbers = uniforms([seeds[i] for i in chosen], max_new_tokens) if temperature != 0 else None
-            batch = [prompts[i] for i in chosen]
-            results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter)
+            results = None if finished is None else _recall(finished.get(str(start)))
+            known = results is not None
+            if not known:
+                numbers = uniforms([seeds[i] for i in chosen], max_new_tokens) if temperature != 0 else None
+                batch = [prompts[i] for i in chosen]
+                results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers)
             for i, rollout in zip(chosen, results, strict=True):
                 rollouts[i] = rollout
+                if counter is not None:
+                    # the last token is given out, but not fed in again
+                    fed = len(prompts[i]) + len(rollout.tokens) - 1
+                    counter.add(tokens_generated=len(rollout.tokens), tokens_forwarded=fed)
             if progress is not None:
                 progress(len(chosen))
+            if finished is not None and not known:
+                answers = [[rollout.tokens, rollout.finish] for rollout in results]
+                finished.add(str(start), answers, f"answer {start + len(chosen)} of {len(order)}")
     finally:
         model.train(was_training)
     return rollouts
 
 
-def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter) -> list[Rollout]:
+def _recall(answers: list | None) -> list[Rollout] | None:
+    return None if answers is None else [Rollout(tokens, finish) for tokens, finish in answers]
+
+
+def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers) -> list[Rollout]:
     """Decode one batch; `numbers` [n, max_new_tokens] are the uniforms, None for greedy."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
@@ -94,7 +111,6 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
     tokens: list[list[int]] = [[] for _ in prompts]
     finished = [False] * len(prompts)
     rows = list(range(len(prompts)))  # the prompt that each row of the batch belongs to
-    forwarded = sum(map(len, prompts))
     for step in range(max_new_tokens):
         # without padding no mask is needed, and attention takes its fast path
         logits = model(
@@ -113,7 +129,6 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
         keep = [k for k, row in enumerate(rows) if not finished[row]]
         if not keep or step + 1 == max_new_tokens:
             break
-        forwarded += len(keep)
         ids, positions = chosen[:, None], positions[:, -1:] + 1
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
         if len(rows) - len(keep) >= DROP_SHARE * len(rows):
@@ -122,6 +137,4 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
             ids, positions, mask = ids[index], positions[index], mask[index]
             numbers = None if numbers is None else numbers[index]
             rows = [rows[k] for k in keep]
-    if counter is not None:
-        counter.add(tokens_generated=sum(map(len, tokens)), tokens_forwarded=forwarded)
     return [Rollout(t, "stop" if f else "length") for t, f in zip(tokens, finished, strict=True)]

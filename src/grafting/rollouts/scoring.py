@@ -50,11 +50,13 @@ def respond(
     step: int = 0,
     counter=None,
     progress=None,
+    finished=None,
 ) -> list[Response]:
     """Let the model answer the examples (greedily by default) and score the answers.
 
     `style` None asks plainly; a style shows the demonstration in the prompt. At a temperature every example
-    has the seed `example_seed(seed, step, id)`. UserError naming the example that does not fit the context.
+    has the seed `example_seed(seed, step, id)`. `counter`, `progress`, `finished`: see `generate`. UserError
+    naming the example that does not fit the context.
     """
     prompts = [prompt_ids(tokenizer, info, example, style) for example in examples]
     for example, prompt in zip(examples, prompts, strict=True):
@@ -70,6 +72,7 @@ def respond(
         batch_size=batch_size,
         counter=counter,
         progress=progress,
+        finished=finished,
     )
     responses = []
     for example, prompt, rollout in zip(examples, prompts, rollouts, strict=True):

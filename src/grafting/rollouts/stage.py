@@ -21,7 +21,8 @@ from grafting.tasks import load_examples, load_info
 
 
 def run(job) -> None:
-    """Sample and score; UserError if the split is empty or a prompt does not fit the context."""
+    """Sample and score; an interrupted run goes on after the last batch it kept. UserError if the split is empty
+    or a prompt does not fit the context."""
     spec = job.spec
     prepare(spec["threads"], spec["seed"])
     info = load_info(job.input("data"))
@@ -31,7 +32,7 @@ def run(job) -> None:
     model = load_model(job.input("model")).to(device())
     tokenizer = load_tokenizer(job.input("model"))
     counter, bar = Counter(), job.progress(len(examples), "rollouts", unit="example")
-    with job.phase("rollout"):
+    with job.saving.section(), job.phase("rollout"):
         responses = respond(
             model,
             tokenizer,
@@ -44,6 +45,7 @@ def run(job) -> None:
             seed=spec["seed"],
             counter=counter,
             progress=bar.update,
+            finished=job.saving.part("rollouts"),
         )
     bar.close()
     lines = "".join(json.dumps(asdict(response), ensure_ascii=False) + "\n" for response in responses)

@@ -12,12 +12,14 @@ Completion-only cross-entropy, AdamW with betas (0.9, 0.98), cosine to 5 % of lr
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 
 from grafting.errors import UserError
 from grafting.models import count_parameters, load_model, save_model
 from grafting.models.scratch import new_model, new_tokenizer
 from grafting.provenance.files import write_json
+from grafting.provenance.resume import MANIFEST, fault, publish_folder
 from grafting.rollouts import accuracy, respond
 from grafting.rollouts.counting import Counter
 from grafting.rollouts.runtime import prepare
@@ -65,12 +67,23 @@ def _pretrain(job) -> None:
         for k in range(1, spec["checkpoints"] + 1)
     }
 
-    def keep(step: int) -> None:
-        if step in marks:
-            save_model(model, tokenizer, job.out / "checkpoints" / marks[step])
+    # what lies in job.out is dropped when the job is interrupted
+    kept = {step: job.work / "checkpoints" / mark for step, mark in marks.items()}
 
+    def keep(step: int) -> None:
+        if step in kept:
+            publish_folder(kept[step], lambda folder: save_model(model, tokenizer, folder))
+
+    saved = job.saving.peek()
+    for step, folder in kept.items():
+        if saved is not None and step <= len(saved.facts["records"]) and (wrong := fault(folder)) is not None:
+            job.say(f"the kept checkpoint {folder} is not usable, {wrong}; starting from the beginning")
+            job.saving.forget()
+            break
     objective, settings = CrossEntropy(job, tokenizer.pad_token_id), loop.Settings.from_spec(spec)
     records = loop.train(model, _items(spec), objective, settings, job, "pretraining", keep)
+    for folder in kept.values():
+        shutil.copytree(folder, job.out / "checkpoints" / folder.name, ignore=shutil.ignore_patterns(MANIFEST))
     loop.write_records(job.out / "training.jsonl", records)
     job.metrics.update(loss=_last(records), steps=len(records))
 
@@ -81,8 +94,13 @@ def _posttrain(job) -> None:
     tokenizer = new_tokenizer(VOCABULARY, "deployed")
     model = load_model(job.input("model"))
     objective, batches = CrossEntropy(job, tokenizer.pad_token_id), _items(spec)
-    records, measured = [], []
-    for attempt in range(gate["attempts"] + 1):
+    saved = job.saving.peek()
+    before = saved.facts["before"] if saved is not None else {"records": [], "measured": []}
+    records, measured = before["records"], before["measured"]
+    for _ in records:
+        next(batches)
+    for attempt in range(len(measured), gate["attempts"] + 1):
+        job.saving.keep(records=records, measured=measured)
         cycle = spec if attempt == 0 else spec | {"steps": gate["extra_steps"]}
         label = "post-training" + (f", further attempt {attempt} of {gate['attempts']}" if attempt else "")
         part = loop.train(model, batches, objective, loop.Settings.from_spec(cycle), job, label)

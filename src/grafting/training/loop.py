@@ -7,6 +7,7 @@ post-training. An objective turns a batch into items and items into a loss (see 
   so accumulated micro-batches, and several processes, give the same gradient as one batch.
 * Gradients of several processes are summed by hand after the backward pass: that needs no wrapper around the
   model, which the objectives call below its head.
+* An interrupted run goes on after the last saved step (see `state`): the result is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -22,7 +23,9 @@ from accelerate import Accelerator
 
 from grafting.errors import UserError
 from grafting.models import count_parameters
+from grafting.provenance.saving import NOT_YET, STOP
 from grafting.rollouts.counting import Counter
+from grafting.training import state
 from grafting.training.schedule import learning_rate
 
 
@@ -58,9 +61,16 @@ def train(
 ) -> list[dict]:
     """Train `model` in place; returns one record per step (loss, lr, grad_norm, what the objective adds).
 
-    `after_step(n)` is called when n steps are done. Cost and CPU seconds by phase go to `job`. UserError
-    naming step and example ids: a loss or gradient that is not finite, a batch without any target token.
+    `after_step(n)` is called when n steps are done; `batches` starts with the first step's batch, also where
+    an interrupted run goes on, whose steps are not repeated. Cost and CPU seconds by phase go to `job`.
+    `Stopped` after a save, on a signal or an exhausted time budget. UserError naming step and example ids: a
+    loss or gradient that is not finite, a batch without any target token.
     """
+    with job.saving.section():
+        return _train(model, batches, objective, settings, job, label, after_step)
+
+
+def _train(model, batches, objective, settings: Settings, job, label: str, after_step) -> list[dict]:
     mixed = "bf16" if settings.precision == "bfloat16" else "no"
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
     model.to(accelerator.device).train()
@@ -75,7 +85,14 @@ def train(
     )
     counter, records = Counter(), []
     progress = job.progress(settings.steps, label)
-    for step in range(settings.steps):
+    job.saving.expect(3 * sum(parameter.nbytes for parameter in parameters))
+    if (saved := job.saving.take()) is not None:
+        records, counter = _resume(accelerator, model, optimiser, objective, saved)
+        for _ in records:
+            next(batches)
+        progress.skip(len(records))
+        job.say(f"{label}: going on after step {len(records)} of {settings.steps}")
+    for step in range(len(records), settings.steps):
         batch = next(batches)
         mine = batch[accelerator.process_index :: accelerator.num_processes]
         items = objective.prepare(step, mine, counter)
@@ -119,6 +136,12 @@ def train(
         progress.update(1, loss=loss)
         if after_step is not None:
             after_step(step + 1)
+        if (due := _agree(accelerator, job.saving.due())) != NOT_YET:
+            with job.phase("saving"):
+                _save(accelerator, model, optimiser, objective, records, counter, job, must=due == STOP)
+            if due == STOP:
+                accelerator.wait_for_everyone()
+                job.saving.leave(f"step {step + 1} of {settings.steps} of {label}")
     progress.close()
     model.eval()
     cost = _sum(accelerator, counter.cost(count_parameters(model)))
@@ -129,6 +152,28 @@ def train(
 def write_records(path: Path, records: list[dict]) -> None:
     """One JSON object per line; no times in it, so equal runs give equal bytes."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def _agree(accelerator: Accelerator, due: int) -> int:
+    """What any of the processes wants: all save, and stop, after the same step."""
+    if accelerator.num_processes == 1:
+        return due
+    return int(accelerator.gather(torch.tensor([due], device=accelerator.device)).max())
+
+
+def _save(accelerator, model, optimiser, objective, records, counter: Counter, job, must: bool) -> None:
+    """Save all that the next step depends on; the main process writes."""
+    tensors, own = state.collect(model, optimiser, objective)
+    counts = {name: round(number) for name, number in _sum(accelerator, asdict(counter)).items()}
+    facts = {"records": records, "counter": counts, "objective": own, "random": state.generators(accelerator)}
+    job.saving.save(tensors, facts, must=must, write=accelerator.is_main_process)
+
+
+def _resume(accelerator, model, optimiser, objective, saved) -> tuple[list[dict], Counter]:
+    """Undo `_save`; returns records and counter. The counts of all processes go on in the main one."""
+    state.restore(model, optimiser, objective, saved.tensors, saved.facts["objective"])
+    state.set_generators(accelerator, saved.facts["random"])
+    return saved.facts["records"], Counter(**saved.facts["counter"]) if accelerator.is_main_process else Counter()
 
 
 def _where(job, step: int, batch: list) -> str:

@@ -8,6 +8,8 @@ An objective is built as `Objective(setup)` and offers
   loss(model, items, counter) -> Tensor sum of the loss over those tokens; counts the tokens it computes
   after_step(model)                     after each optimiser step
   report(total) -> dict                 numbers for this step's record; `total` sums a dict over processes
+  state() -> (tensors, facts)           all that it holds and that steps change, by name; facts are JSON values
+  restore(tensors, facts)               undoes `state` in an objective that was just built and placed
 """
 
 from __future__ import annotations

@@ -140,3 +140,12 @@ class SelfDistillation:
             "rollout_accuracy": sums["correct"] / sums["n"],
         }
         return record if self._measured is None else record | {"teacher_accuracy": self._measured}
+
+    def state(self) -> tuple[dict, dict]:
+        """The teacher, if it is one that follows, and the guard."""
+        return self.teacher.state(), {"guard": self.guard.state()}
+
+    def restore(self, tensors: dict, facts: dict) -> None:
+        """Undo `state`."""
+        self.teacher.restore(tensors)
+        self.guard.restore(facts["guard"])

@@ -47,6 +47,13 @@ class CrossEntropy:
         """Nothing beyond the loss."""
         return {}
 
+    def state(self) -> tuple[dict, dict]:
+        """Nothing that changes."""
+        return {}, {}
+
+    def restore(self, tensors: dict, facts: dict) -> None:
+        """Nothing to bring back."""
+
 
 class Supervised(CrossEntropy):
     """Cross-entropy of the demonstrations in one style. UserError naming the example that does not fit."""

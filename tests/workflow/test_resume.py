@@ -1,0 +1,199 @@
+"""Killed at any moment, a real run goes on and ends in the bytes of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grafting.config import resolve
+from grafting.config.load import read_yaml
+from grafting.plan.study import Study
+from grafting.provenance.store import describe
+
+from .conftest import BIN, PROJECT, Folder, new_folder
+
+#: Training long enough for kills to hit it, saved often enough for a second run to go on from there.
+LONG = {
+    "saving": {"seconds": 0.2, "share": 1.0},
+    "lineage": {"pretrain": {"steps": 1000}, "posttrain": {"steps": 300}},
+    "training": {"steps": 400},
+    "learners": {"opsd": {"teacher": "ema", "steps": 200, "guard": {"every": 50}}},
+}
+PRESETS = ("presets/smoke.yaml", "long.yaml")
+KILLS = 20
+
+
+def targets() -> dict[str, str]:
+    """Short name -> id of the jobs that are run here: training of every kind, rollouts, an evaluation."""
+    config = resolve(read_yaml(PROJECT / "config.yaml"), read_yaml(PROJECT / PRESETS[0]), LONG)
+    wanted = {
+        "pretrained": "models/pretrained.m0-",
+        "deployed": "models/deployed.m0-",
+        "sft": "train/wug.own.sft.deployed.",
+        "opsd": "train/wug.own.opsd.deployed.",
+        "rollout": "rollout/wug.shown-own.m0-",
+        "evaluation": "evaluate/val.reference.m0-",
+    }
+    ids = list(Study(config).jobs)
+    return {name: next(i for i in ids if i.startswith(start)) for name, start in wanted.items()}
+
+
+TARGETS = targets()
+
+
+def long_folder(root: Path) -> Folder:
+    folder = new_folder(root)
+    (root / "long.yaml").write_text(yaml.safe_dump(LONG))
+    return folder
+
+
+def command(*names: str) -> list[str]:
+    sentinels = [f"provenance/{TARGETS[name]}.json" for name in names or TARGETS]
+    # a killed job is simply started again, as a cluster does
+    return ["snakemake", "--configfile", *PRESETS, "--cores", "2", "--retries", "1000", "--", *sentinels]
+
+
+def start(folder: Folder, *names: str, retries: int = 1000) -> subprocess.Popen:
+    """Snakemake in a process group of its own, its output in a file."""
+    words = [str(retries) if word == "1000" else word for word in command(*names)]
+    environment = {**os.environ, "PYTHONPATH": str(folder.root / "src"), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    with (folder.root / "output.txt").open("ab") as output:
+        return subprocess.Popen(words, cwd=folder.root, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                                stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+
+
+def output(folder: Folder) -> str:
+    return (folder.root / "output.txt").read_text(errors="replace")
+
+
+def payloads(folder: Folder) -> dict[str, dict]:
+    """Hashes of what really lies in the store."""
+    return {name: describe(folder.root / "store" / job_id) for name, job_id in TARGETS.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Folder:
+    folder = long_folder(tmp_path_factory.mktemp("undisturbed"))
+    folder.run(*command())
+    return folder
+
+
+def descendants(root: int) -> dict[int, tuple[int, str]]:
+    """pid -> (parent, command line) of all processes below one."""
+    found, parents = {}, {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                parents[int(path.name)] = (parent, (path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except (OSError, ValueError):
+                continue  # gone meanwhile
+    waiting = [root]
+    while waiting:
+        above = waiting.pop()
+        below = {pid: about for pid, about in parents.items() if about[0] == above}
+        found |= below
+        waiting += below
+    return found
+
+
+def processes(snakemake: int) -> dict[str, list[int]]:
+    """The processes of a run by what they are."""
+    below = descendants(snakemake)
+    warm = [pid for pid, (parent, line) in below.items() if parent == snakemake and "grafting.provenance.warm" in line]
+    client = [pid for pid, (_, line) in below.items() if "-m grafting." in line and "--plan" in line and "bash" not in line]
+    job = [pid for pid, (parent, _) in below.items() if parent in warm]
+    return {"job": job or client, "client": client, "warm": warm, "snakemake": [snakemake]}
+
+
+def wait(condition, seconds: float = 120):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+def sessions(folder: Folder, name: str) -> int:
+    return folder.sidecars()[f"{TARGETS[name]}.json"]["sessions"]
+
+
+def test_a_stopped_trainer_leaves_with_75_and_goes_on(undisturbed, tmp_path):
+    """First SIGTERM to the training job, then Ctrl-C on the whole run, then undisturbed to the end."""
+    folder = long_folder(tmp_path / "study")
+    folder.run(*command("deployed"))
+    states = folder.root / "work" / TARGETS["opsd"] / "states"
+    run = start(folder, "opsd", retries=0)
+    wait(lambda: states.is_dir() and any(path.name.isdigit() for path in states.iterdir()))
+    (trainer,) = processes(run.pid)["client"]
+    os.kill(trainer, signal.SIGTERM)
+    assert run.wait(timeout=120) == 1
+    assert "stopped by SIGTERM, saved at step" in output(folder) and "Traceback" not in output(folder)
+    assert "exit status 75" in output(folder) or "non-zero exit code" in output(folder)
+    kept = sorted(path.name for path in states.iterdir())
+
+    run = start(folder, "opsd", retries=0)
+    wait(lambda: "going on after step" in output(folder) and sorted(path.name for path in states.iterdir()) > kept)
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(timeout=120) == 1
+    assert "stopped by SIGINT, saved at step" in output(folder)
+
+    folder.run(*command("opsd"))
+    assert sessions(folder, "opsd") == 3
+    assert payloads(folder)["opsd"] == payloads(undisturbed)["opsd"]
+    mine, theirs = (f.sidecars()[f"{TARGETS['opsd']}.json"] for f in (folder, undisturbed))
+    assert mine["metrics"] == theirs["metrics"]
+    assert {k: v for k, v in mine["cost"].items() if k.startswith(("tokens", "flops"))} == {
+        k: v for k, v in theirs["cost"].items() if k.startswith(("tokens", "flops"))
+    }
+
+
+def test_kills_at_random_moments_change_no_byte(undisturbed, tmp_path):
+    """-9 to the trainer, its client, the warm process and Snakemake itself."""
+    seed = int(os.environ.get("GRAFTING_KILL_SEED", random.SystemRandom().randrange(10**6)))
+    print(f"GRAFTING_KILL_SEED={seed}")
+    rng = random.Random(seed)
+    folder, run, killed, seen = long_folder(tmp_path / "study"), None, [], set()
+    end = time.monotonic() + 900
+    while len(killed) < KILLS:
+        assert time.monotonic() < end, f"only {killed} until now\n{output(folder)[-3000:]}"
+        if run is None:
+            folder.run("snakemake", "--unlock", "--configfile", *PRESETS)
+            run = start(folder)
+        time.sleep(rng.uniform(0.3, 1.5))
+        kind = rng.choices(["job", "client", "warm", "snakemake"], [13, 3, 1, 3])[0]
+        alive = processes(run.pid)
+        seen |= {pid for pids in alive.values() for pid in pids}
+        if run.poll() is not None:
+            pytest.fail(f"ended with {run.returncode} after {killed}: make the jobs longer\n{output(folder)[-3000:]}")
+        if not alive["job"] or not alive[kind]:
+            continue  # still starting
+        os.kill(rng.choice(sorted(alive[kind])), signal.SIGKILL)
+        killed.append(kind)
+        if kind == "snakemake":
+            run.wait()
+            run = None
+    if run is not None:
+        run.wait(timeout=300)
+    folder.run("snakemake", "--unlock", "--configfile", *PRESETS)
+    folder.run(*command())
+    print("killed:", {kind: killed.count(kind) for kind in killed},
+          "sessions:", {name: sessions(folder, name) for name in TARGETS})  # fmt: skip
+    assert payloads(folder) == payloads(undisturbed)
+    assert sum(sessions(folder, name) for name in TARGETS) > len(TARGETS)  # some did go on from a saved state
+    assert not [path for name in TARGETS.values() if (path := folder.root / "work" / name).exists()]
+    wait(lambda: not [pid for pid in seen if Path(f"/proc/{pid}/cwd").exists() and _in(pid, folder.root)])
+
+
+def _in(pid: int, root: Path) -> bool:
+    try:
+        return Path(os.readlink(f"/proc/{pid}/cwd")) == root
+    except OSError:
+        return False

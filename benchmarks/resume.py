@@ -58,7 +58,9 @@ def main() -> None:
     options = parser.parse_args()
     config = resolve(read_yaml(PROJECT / "config.yaml"))
     planned = next(
-        job for job in Study(config).jobs.values() if job.stage == "train" and job.spec["objective"] == options.objective
+        job
+        for job in Study(config).jobs.values()
+        if job.stage == "train" and job.spec["objective"] == options.objective
     )
     runner.saving.Saver = Watched
     kinds = {"with": Settings(seconds=options.seconds), "without": Settings(seconds=None)}
@@ -95,8 +97,8 @@ def main() -> None:
         took = statistics.median(Watched.taken)
         every = max(options.seconds, took / Settings().share)
         print(
-            f"saves: {len(Watched.taken)} in {options.repeats} runs, {took:.3f} s each (median); one every {every:.0f} s "
-            f"is {100 * took / every:.2f} % of a long job's time"
+            f"saves: {len(Watched.taken)} in {options.repeats} runs, {took:.3f} s each (median); "
+            f"one every {every:.0f} s is {100 * took / every:.2f} % of a long job's time"
         )
 
 

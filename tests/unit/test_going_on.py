@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -82,6 +83,16 @@ INPUTS = {"model": ["models/start-000000000001"], "data": ["data/zup-00000000000
 
 def opsd(**changes):
     return OPSD | {"opsd": OPSD["opsd"] | changes}
+
+
+@pytest.fixture(autouse=True)
+def own_signals():
+    """A job that was stopped stays deaf to signals; the tests' process must not."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
@@ -353,6 +364,7 @@ from grafting.plan.jobs import Job
 from grafting.provenance.runner import RunningJob
 from grafting.provenance.saving import Settings, Stopped
 from grafting.provenance.store import Store
+from grafting.tasks.tiny_language import VOCABULARY
 from grafting.training import loop
 from grafting.training.batches import Item, draw
 from grafting.training.objectives.supervised import CrossEntropy
@@ -361,7 +373,7 @@ root, stop, rank = Path(sys.argv[1]), int(sys.argv[2]), int(os.environ["RANK"])
 spec = {"steps": 6, "lr": 1e-2, "warmup_steps": 2, "weight_decay": 0.1, "precision": "float32"}
 architecture = {"layers": 1, "width": 16, "feed_forward": 16, "heads": 2, "context": 64, "embedding_std": 0.06}
 job = RunningJob(Job("train", "x", spec, {}, "c"), Store(root), root, sys.stderr, Settings(steps=2))
-model = new_model(architecture, [str(i) for i in range(40)], 0)
+model = new_model(architecture, VOCABULARY, 0)
 rng = random.Random(0)
 items = [Item(str(i), [rng.randrange(40) for _ in range(3)], c, c) for i in range(9)
          for c in [[rng.randrange(40) for _ in range(rng.randrange(1, 5))]]]

@@ -30,6 +30,16 @@ def tensors(n):
     return {"a": torch.full((3, 2), float(n)), "b": torch.tensor(n), "half": torch.ones(2, dtype=torch.bfloat16)}
 
 
+@pytest.fixture(autouse=True)
+def own_signals():
+    """A job that was stopped stays deaf to signals; the tests' process must not."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def said():
     return []
@@ -68,7 +78,7 @@ def flip(path, place=-1):
 def test_a_flipped_bit_in_the_newest_falls_back_to_the_one_before_and_says_so(states, said, name):
     states.write(tensors(1), {"n": 1})
     states.write(tensors(2), {"n": 2})
-    flip(states.folder / "000002" / name, 60)
+    flip(states.folder / "000002" / name, 5)
     assert states.read().facts == {"n": 1}
     assert len(said) == 1 and "000002 is not usable" in said[0] and "taking the one before" in said[0]
     states.write(tensors(3), {"n": 3})  # the number is free again
@@ -135,7 +145,7 @@ def test_a_disk_that_does_not_take_a_state_costs_a_warning_and_on_a_stop_an_erro
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert len(said) == 1 and "could not save (File too large)" in said[0]
-    assert saver.peek().facts["n"] == 1
+    assert Saver(tmp_path).peek().facts["n"] == 1
     assert [p.name for p in (tmp_path / "states").iterdir()] == ["000001"]
 
 

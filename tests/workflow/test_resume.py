@@ -108,7 +108,9 @@ def processes(snakemake: int) -> dict[str, list[int]]:
     """The processes of a run by what they are."""
     below = descendants(snakemake)
     warm = [pid for pid, (parent, line) in below.items() if parent == snakemake and "grafting.provenance.warm" in line]
-    client = [pid for pid, (_, line) in below.items() if "-m grafting." in line and "--plan" in line and "bash" not in line]
+    client = [
+        pid for pid, (_, line) in below.items() if "-m grafting." in line and "--plan" in line and "bash" not in line
+    ]
     job = [pid for pid, (parent, _) in below.items() if parent in warm]
     return {"job": job or client, "client": client, "warm": warm, "snakemake": [snakemake]}
 

@@ -152,9 +152,7 @@ def _score_options(
         letters = known
         if known is None:
             logits = _next_token_logits(model, [suite.prompts[i] for i in rows], decoding.pad_id)
-            letters = [
-                ascii_uppercase[int(logits[row, list(suite.letters[i])].argmax())] for row, i in enumerate(rows)
-            ]
+            letters = [ascii_uppercase[int(logits[row, list(suite.letters[i])].argmax())] for row, i in enumerate(rows)]
         counter.add(tokens_generated=0, tokens_forwarded=sum(len(suite.prompts[i]) for i in rows))
         for chosen, i in zip(letters, rows, strict=True):
             example = suite.examples[i]

@@ -74,7 +74,10 @@ def fault(folder: Path, **about: Any) -> str | None:
         return "it has no manifest"
     except (OSError, ValueError) as error:
         return f"it cannot be read ({error})"
-    if not isinstance(manifest, dict) or {k: manifest.get(k) for k in ("format", *about)} != {"format": FORMAT, **about}:
+    if not isinstance(manifest, dict) or {k: manifest.get(k) for k in ("format", *about)} != {
+        "format": FORMAT,
+        **about,
+    }:
         return "it was written by another version of the code"
     found.pop(MANIFEST, None)
     if manifest.get("files") != found:

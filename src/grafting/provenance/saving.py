@@ -70,6 +70,7 @@ class Saver:
         self._steps = 0  # since the last save
         self._reason: str | None = None  # why the job is to stop
         self._state: State | None = None
+        self._looked = folder is None  # whether the states on the disk were looked at: only those of earlier runs count
         self._states = None if folder is None else States(folder / "states", say, code)
         self._log: Log | None = None
         self._found: dict[tuple[str, str], Any] = {}
@@ -78,7 +79,10 @@ class Saver:
     # ---- when -----------------------------------------------------------------------------------
     @contextmanager
     def section(self) -> Iterator[None]:
-        """While it lasts, a signal that would end the job lets it save itself first."""
+        """While it lasts, a signal that would end the job lets it save itself first.
+
+        A job that leaves stays deaf to further ones: a Ctrl-C reaches it twice, and its status is to be 75.
+        """
         if self.folder is None:
             yield
             return
@@ -94,10 +98,14 @@ class Saver:
         except ValueError:
             pass  # not the main thread: nobody sends it signals
         self._checked = time.monotonic()
+        leaves = False
         try:
             yield
+        except Stopped:
+            leaves = True
+            raise
         finally:
-            for number, handler in earlier.items():
+            for number, handler in earlier.items() if not leaves else ():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _catch(self, number: int, _frame: object) -> None:
@@ -160,9 +168,9 @@ class Saver:
         self._write((lambda: self._states.write(tensors, whole)) if write else (lambda: None), must)
 
     def peek(self) -> State | None:
-        """The state from which this run is to go on, if there is one."""
-        if self._state is None and self._states is not None:
-            self._state = self._states.read()
+        """The state from which this run is to go on, if there is one that was not taken yet."""
+        if not self._looked:
+            self._looked, self._state = True, self._states.read()
         return self._state
 
     def take(self) -> State | None:

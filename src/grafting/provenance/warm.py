@@ -21,7 +21,15 @@ import time
 
 VARIABLE = "GRAFTING_WARM"
 #: What reaches the client is meant for the job: those that stop it, and those that saving.signal may name.
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG, signal.SIGXCPU)
+FORWARDED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGURG,
+    signal.SIGXCPU,
+)
 PRELOADED = (
     "torch",
     "torch._dynamo",  # the first optimiser imports it: more than a second

@@ -200,6 +200,23 @@ def test_after_a_damaged_line_of_the_log_nothing_is_believed(tmp_path, said):
     assert other.entries == [] and "another version" in said[-1]
 
 
+def test_a_log_that_the_disk_does_not_take_is_whole_and_written_later(tmp_path, said):
+    path = tmp_path / "finished.jsonl"
+    filled(path, said)
+    log, _ = logged(path, said)
+    log.add({"i": 5, "text": "x" * 40_000})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(OSError):
+            log.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(logged(path, said)[1]) == 5
+    log.flush()
+    assert [e["i"] for e in logged(path, said)[1]] == list(range(6)) and said == []
+
+
 # ---- when -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["TERM", "INT", "HUP", "USR1"])
 @pytest.mark.parametrize("times", [1, 3])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -22,9 +24,9 @@ from .conftest import BIN, PROJECT, Folder, new_folder
 #: Training long enough for kills to hit it, saved often enough for a second run to go on from there.
 LONG = {
     "saving": {"seconds": 0.2, "share": 1.0},
-    "lineage": {"pretrain": {"steps": 1000}, "posttrain": {"steps": 300}},
-    "training": {"steps": 400},
-    "learners": {"opsd": {"teacher": "ema", "steps": 200, "guard": {"every": 50}}},
+    "lineage": {"pretrain": {"steps": 800}, "posttrain": {"steps": 200}},
+    "training": {"steps": 250},
+    "learners": {"opsd": {"teacher": "ema", "steps": 150, "guard": {"every": 50}}},
 }
 PRESETS = ("presets/smoke.yaml", "long.yaml")
 KILLS = 20
@@ -85,34 +87,23 @@ def undisturbed(tmp_path_factory) -> Folder:
     return folder
 
 
-def descendants(root: int) -> dict[int, tuple[int, str]]:
-    """pid -> (parent, command line) of all processes below one."""
-    found, parents = {}, {}
+def processes(folder: Folder, snakemake: int) -> dict[str, list[int]]:
+    """The processes at work in this study folder, by what they are. A job is a child of the warm process, or of one
+    that was killed; a client waits for it."""
+    found = {"job": [], "client": [], "warm": [], "snakemake": [snakemake]}
     for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            try:
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                parents[int(path.name)] = (parent, (path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-            except (OSError, ValueError):
-                continue  # gone meanwhile
-    waiting = [root]
-    while waiting:
-        above = waiting.pop()
-        below = {pid: about for pid, about in parents.items() if about[0] == above}
-        found |= below
-        waiting += below
+        try:
+            if not path.name.isdigit() or Path(os.readlink(path / "cwd")) != folder.root:
+                continue
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # gone meanwhile
+        if "grafting.provenance.warm" in words:
+            found["warm" if parent == snakemake else "job"].append(int(path.name))
+        elif "--plan" in words:
+            found["client"].append(int(path.name))
     return found
-
-
-def processes(snakemake: int) -> dict[str, list[int]]:
-    """The processes of a run by what they are."""
-    below = descendants(snakemake)
-    warm = [pid for pid, (parent, line) in below.items() if parent == snakemake and "grafting.provenance.warm" in line]
-    client = [
-        pid for pid, (_, line) in below.items() if "-m grafting." in line and "--plan" in line and "bash" not in line
-    ]
-    job = [pid for pid, (parent, _) in below.items() if parent in warm]
-    return {"job": job or client, "client": client, "warm": warm, "snakemake": [snakemake]}
 
 
 def wait(condition, seconds: float = 120):
@@ -129,16 +120,17 @@ def sessions(folder: Folder, name: str) -> int:
 
 def test_a_stopped_trainer_leaves_with_75_and_goes_on(undisturbed, tmp_path):
     """First SIGTERM to the training job, then Ctrl-C on the whole run, then undisturbed to the end."""
-    folder = long_folder(tmp_path / "study")
-    folder.run(*command("deployed"))
+    shutil.copytree(undisturbed.root, tmp_path / "study", symlinks=True)
+    folder = Folder(tmp_path / "study")
+    (folder.root / "provenance" / f"{TARGETS['opsd']}.json").unlink()
+    shutil.rmtree(folder.root / "store" / TARGETS["opsd"])
     states = folder.root / "work" / TARGETS["opsd"] / "states"
     run = start(folder, "opsd", retries=0)
     wait(lambda: states.is_dir() and any(path.name.isdigit() for path in states.iterdir()))
-    (trainer,) = processes(run.pid)["client"]
+    (trainer,) = processes(folder, run.pid)["client"]
     os.kill(trainer, signal.SIGTERM)
     assert run.wait(timeout=120) == 1
     assert "stopped by SIGTERM, saved at step" in output(folder) and "Traceback" not in output(folder)
-    assert "exit status 75" in output(folder) or "non-zero exit code" in output(folder)
     kept = sorted(path.name for path in states.iterdir())
 
     run = start(folder, "opsd", retries=0)
@@ -158,44 +150,39 @@ def test_a_stopped_trainer_leaves_with_75_and_goes_on(undisturbed, tmp_path):
 
 
 def test_kills_at_random_moments_change_no_byte(undisturbed, tmp_path):
-    """-9 to the trainer, its client, the warm process and Snakemake itself."""
+    """-9 to the trainer, its client, the warm process and Snakemake itself, while something is trained."""
     seed = int(os.environ.get("GRAFTING_KILL_SEED", random.SystemRandom().randrange(10**6)))
     print(f"GRAFTING_KILL_SEED={seed}")
     rng = random.Random(seed)
-    folder, run, killed, seen = long_folder(tmp_path / "study"), None, [], set()
-    end = time.monotonic() + 900
+    folder, run, killed = long_folder(tmp_path / "study"), None, []
+    for place in ("provenance", "store"):  # data are there, so that all kills hit what takes long
+        shutil.copytree(undisturbed.root / place / "data", folder.root / place / "data")
+    end = time.monotonic() + 1200
     while len(killed) < KILLS:
         assert time.monotonic() < end, f"only {killed} until now\n{output(folder)[-3000:]}"
         if run is None:
             folder.run("snakemake", "--unlock", "--configfile", *PRESETS)
             run = start(folder)
-        time.sleep(rng.uniform(0.3, 1.5))
+        time.sleep(rng.uniform(0.2, 1.2))
         kind = rng.choices(["job", "client", "warm", "snakemake"], [13, 3, 1, 3])[0]
-        alive = processes(run.pid)
-        seen |= {pid for pids in alive.values() for pid in pids}
+        alive = processes(folder, run.pid)
         if run.poll() is not None:
             pytest.fail(f"ended with {run.returncode} after {killed}: make the jobs longer\n{output(folder)[-3000:]}")
         if not alive["job"] or not alive[kind]:
             continue  # still starting
-        os.kill(rng.choice(sorted(alive[kind])), signal.SIGKILL)
-        killed.append(kind)
+        with suppress(ProcessLookupError):
+            os.kill(rng.choice(sorted(alive[kind])), signal.SIGKILL)
+            killed.append(kind)
         if kind == "snakemake":
             run.wait()
             run = None
     if run is not None:
-        run.wait(timeout=300)
+        run.wait(timeout=600)
     folder.run("snakemake", "--unlock", "--configfile", *PRESETS)
     folder.run(*command())
-    print("killed:", {kind: killed.count(kind) for kind in killed},
+    print("killed:", {kind: killed.count(kind) for kind in sorted(set(killed))},
           "sessions:", {name: sessions(folder, name) for name in TARGETS})  # fmt: skip
     assert payloads(folder) == payloads(undisturbed)
     assert sum(sessions(folder, name) for name in TARGETS) > len(TARGETS)  # some did go on from a saved state
-    assert not [path for name in TARGETS.values() if (path := folder.root / "work" / name).exists()]
-    wait(lambda: not [pid for pid in seen if Path(f"/proc/{pid}/cwd").exists() and _in(pid, folder.root)])
-
-
-def _in(pid: int, root: Path) -> bool:
-    try:
-        return Path(os.readlink(f"/proc/{pid}/cwd")) == root
-    except OSError:
-        return False
+    assert not [path for job_id in TARGETS.values() if (path := folder.root / "work" / job_id).exists()]
+    wait(lambda: not sum((pids for kind, pids in processes(folder, 0).items() if kind != "snakemake"), []))

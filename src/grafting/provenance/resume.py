@@ -195,12 +195,18 @@ class Log:
         self._waiting.append(_line(entry))
 
     def flush(self) -> None:
-        """Append what waits to the file."""
+        """Append what waits to the file. OSError if the disk does not take it: nothing of it is written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.write(b"".join(self._waiting))
-            file.flush()
-            os.fsync(file.fileno())
+        before = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("ab") as file:
+                file.write(b"".join(self._waiting))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            if self.path.exists():
+                os.truncate(self.path, before)
+            raise
         self._waiting.clear()
 
 

@@ -395,31 +395,82 @@ if rank == 0:
 """
 
 
+SHARDED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from grafting.training import state
+
+class Stateless:
+    def state(self):
+        return {}, {}
+
+    def restore(self, tensors, facts): ...
+
+def make(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+def steps(model, optimiser, numbers):
+    for number in numbers:
+        torch.manual_seed(number)
+        model(torch.randn(4, 6)).square().sum().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+dist.init_process_group("gloo")
+model, optimiser = make(0)
+steps(model, optimiser, range(3))
+tensors, facts = state.collect(model, optimiser, Stateless())
+tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+assert tensors["model/0.weight"].shape == tensors["optimiser/0/exp_avg"].shape == (5, 6)
+steps(model, optimiser, range(3, 6))
+other, its_optimiser = make(1)
+state.restore(other, its_optimiser, Stateless(), tensors, facts)
+steps(other, its_optimiser, range(3, 6))
+assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in zip(model.parameters(), other.parameters()))
+print("equal", file=sys.stderr)
+"""
+
+
+def launch(script, *arguments):
+    """Two processes of a script."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+    return subprocess.run(
+        [*command, "--rdzv_endpoint=localhost:0", str(script), *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_sharded_weights_and_optimiser_are_saved_whole_and_cut_again(tmp_path):
+    (tmp_path / "sharded.py").write_text(SHARDED)
+    done = launch(tmp_path / "sharded.py")
+    assert done.returncode == 0 and done.stderr.count("equal") == 2, done.stderr
+
+
 def test_two_processes_stop_after_the_same_step_and_go_on(tmp_path):
     """Only one of them gets the signal; the main one saves."""
-
-    def launch(folder, stop):
-        folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]
-        return subprocess.run(
-            [*command, "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(script), str(folder), str(stop)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
 
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     whole, other = tmp_path / "whole", tmp_path / "other"
-    done = launch(whole, 0)
+    for folder in (whole, other):
+        folder.mkdir()
+    done = launch(script, whole, 0)
     assert done.returncode == 0, done.stderr
-    done = launch(other, 3)
+    done = launch(script, other, 3)
     assert done.returncode != 0 and not (other / "final.safetensors").exists()
     assert "rank 0: stopped by another process of the job, saved at step 3 of 6" in done.stderr
     assert "rank 1: stopped by SIGTERM, saved at step 3 of 6" in done.stderr
     assert len(list((other / "work" / "train").glob("*/states/0*"))) == 2  # steps 2 and 3, each written once
-    done = launch(other, 0)
+    done = launch(script, other, 0)
     assert done.returncode == 0 and "going on after step 3 of 6" in done.stderr, done.stderr
     for name in ("final.safetensors", "records.jsonl", "cost"):
         assert (other / name).read_bytes() == (whole / name).read_bytes(), name

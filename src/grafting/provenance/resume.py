@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grafting.provenance.store import describe
+from grafting.provenance.files import file_digest
 
 #: Layout of states and logs. This module is in no key, so a change here must not meet what an older one wrote.
 FORMAT = 1
@@ -41,6 +41,12 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder, by its path in it."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in paths}
+
+
 def publish_folder(target: Path, write: Callable[[Path], object], **about: Any) -> None:
     """Let `write(folder)` fill a folder aside, then put it at `target` by one rename, with a manifest of hashes.
 
@@ -52,7 +58,7 @@ def publish_folder(target: Path, write: Callable[[Path], object], **about: Any) 
     aside.mkdir(parents=True)
     try:
         write(aside)
-        manifest = {"format": FORMAT, **about, "files": describe(aside)}
+        manifest = {"format": FORMAT, **about, "files": _hashes(aside)}
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         for path in aside.rglob("*"):
             _sync(path)
@@ -69,7 +75,7 @@ def fault(folder: Path, **about: Any) -> str | None:
     """What is wrong with a folder that `publish_folder` wrote; None if its content is what was written."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        found = describe(folder)
+        found = _hashes(folder)
     except FileNotFoundError:
         return "it has no manifest"
     except (OSError, ValueError) as error:

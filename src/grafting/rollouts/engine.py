@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -87,7 +87,7 @@ def generate(
             if progress is not None:
                 progress(len(chosen))
             if finished is not None and not known:
-                answers = [[rollout.tokens, rollout.finish] for rollout in results]
+                answers = [asdict(rollout) for rollout in results]
                 finished.add(str(start), answers, f"answer {start + len(chosen)} of {len(order)}")
     finally:
         model.train(was_training)
@@ -95,7 +95,7 @@ def generate(
 
 
 def _recall(answers: list | None) -> list[Rollout] | None:
-    return None if answers is None else [Rollout(tokens, finish) for tokens, finish in answers]
+    return None if answers is None else [Rollout(**answer) for answer in answers]
 
 
 def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers) -> list[Rollout]:

@@ -16,43 +16,59 @@ from accelerate.utils import gather_object
 
 
 def collect(model, optimiser, objective) -> tuple[dict[str, torch.Tensor], dict]:
-    """Tensors (the live ones, not copies) and JSON values of model, optimiser and objective."""
+    """Tensors (the live ones, not copies) and JSON values of model, optimiser and objective.
+
+    Sharded tensors are gathered, so every process must call this.
+    """
     tensors = {f"model/{name}": tensor for name, tensor in changing(model).items()}
-    for number, parameter in enumerate(_parameters(optimiser)):
+    for number, (parameter, _) in enumerate(_parameters(optimiser)):
         for name, value in optimiser.state.get(parameter, {}).items():
             tensors[f"optimiser/{number}/{name}"] = value
     own, facts = objective.state()
     tensors |= {f"objective/{name}": tensor for name, tensor in own.items()}
-    return {name: tensor.detach() for name, tensor in tensors.items()}, facts
+    whole = lambda tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # noqa: E731
+    return {name: whole(tensor.detach()) for name, tensor in tensors.items()}, facts
 
 
 @torch.no_grad()
 def restore(model, optimiser, objective, tensors: dict[str, torch.Tensor], facts: dict) -> None:
-    """Undo `collect`, in place: live tensors keep their memory."""
+    """Undo `collect`; live tensors keep their memory and their shards."""
     live = changing(model)
     for name, tensor in _below("model", tensors).items():
-        live[name].copy_(tensor)
-    for number, parameter in enumerate(_parameters(optimiser)):
+        live[name].copy_(_placed(tensor, live[name]))
+    for number, (parameter, fused) in enumerate(_parameters(optimiser)):
         saved = _below(f"optimiser/{number}", tensors)
         if saved:
             optimiser.state[parameter] = {
-                name: torch.empty_like(value, device=parameter.device).copy_(value) for name, value in saved.items()
+                # the counter of steps lies beside the parameter only where the update is one fused kernel
+                name: (value.to(parameter.device) if fused else value).clone()
+                if name == "step"
+                else torch.empty_like(parameter, dtype=value.dtype).copy_(_placed(value, parameter))
+                for name, value in saved.items()
             }
     objective.restore(_below("objective", tensors), facts)
 
 
+def _placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, cut into shards where `like` is."""
+    if not hasattr(like, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
 def changing(model) -> dict[str, torch.Tensor]:
-    """The tensors of a model that training may change, each memory once (tied weights share theirs)."""
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    kept: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in model.state_dict().items():
-        if name not in frozen:
-            kept.setdefault(tensor.data_ptr(), (name, tensor))
-    return dict(kept.values())
+    """The tensors of a model that training may change: parameters that take a gradient, each once (tied weights
+    share theirs), and buffers that are saved with it."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return trained | {name: tensor for name, tensor in model.state_dict().items() if name not in names}
 
 
-def _parameters(optimiser) -> list[torch.Tensor]:
-    return [parameter for group in optimiser.param_groups for parameter in group["params"]]
+def _parameters(optimiser) -> list[tuple[torch.Tensor, bool]]:
+    """Parameters with whether their update is fused."""
+    return [(parameter, bool(group.get("fused"))) for group in optimiser.param_groups for parameter in group["params"]]
 
 
 def _below(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

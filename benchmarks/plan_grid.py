@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -26,16 +27,16 @@ PROJECT = Path(__file__).resolve().parents[1]
 LARGE_DONORS = [*(f"p{n}" for n in range(10, 100, 10)), "base", "deployed"]
 #: Overlays on config.yaml: many donors, learning rates and seeds; scales and masks as in the default study.
 GRIDS = {
-    500: {"seeds": [0, 1], "lrs": 3, "donors": ["p60", "p80", "base", "deployed"], "tasks": ["wug", "zup", "dax"]},
-    5000: {"seeds": [0, 1, 2, 3, 4], "lrs": 7, "donors": LARGE_DONORS, "tasks": ["wug", "zup", "dax", "pim"]},
+    500: {"seeds": [0, 1], "lrs": 4, "donors": ["p60", "p80", "base", "deployed"], "tasks": ["wug", "zup", "dax"]},
+    5000: {"seeds": [0, 1, 2, 3, 4], "lrs": 9, "donors": LARGE_DONORS, "tasks": ["wug", "zup", "dax", "pim"]},
 }
 KEYS = """
 import sys, time
 import yaml
 from grafting.plan import front, study
-start = time.perf_counter()
+start, used = time.perf_counter(), time.process_time()
 jobs = study.Study(front.load_config(yaml.safe_load(open("grid.yaml")))).jobs
-print(len(jobs), time.perf_counter() - start)
+print(len(jobs), time.perf_counter() - start, time.process_time() - used)
 """
 IDS = """
 import json, yaml
@@ -69,39 +70,44 @@ def folder_of(root: Path, grid: dict) -> Path:
     return root
 
 
-def run(folder: Path, *command: str) -> tuple[float, str]:
-    """Seconds and output of a command in the folder."""
+def cpu() -> float:
+    """CPU seconds of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def run(folder: Path, *command: str) -> tuple[float, float, str]:
+    """Wall seconds, CPU seconds and output of a command in the folder."""
     environment = {**os.environ, "PYTHONPATH": str(PROJECT / "src")}
-    start = time.perf_counter()
+    start, before = time.perf_counter(), cpu()
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    seconds = time.perf_counter() - start
+    seconds, used = time.perf_counter() - start, cpu() - before
     if done.returncode:
         raise SystemExit(f"{command} failed\n{done.stdout}\n{done.stderr}")
-    return seconds, done.stdout
+    return seconds, used, done.stdout
 
 
 def measure(folder: Path, repeat: int) -> dict[str, float]:
     """Jobs, and the fastest of `repeat` runs of each kind, in seconds."""
-    outputs = [run(folder, sys.executable, "-c", KEYS)[1].split() for _ in range(repeat)]
+    found: dict[str, float] = {}
+
+    def best(name: str, times: list[tuple[float, float]]) -> None:
+        found[f"{name}, wall s"], found[f"{name}, CPU s"] = (min(column) for column in zip(*times, strict=True))
+
+    outputs = [run(folder, sys.executable, "-c", KEYS)[2].split() for _ in range(repeat)]
+    found["jobs"] = int(outputs[0][0])
+    best("keys", [(float(wall), float(used)) for _, wall, used in outputs])
     dry = (sys.executable, "-m", "snakemake", "-n", "--configfile", "grid.yaml")
-    empty = min(run(folder, *dry)[0] for _ in range(repeat))
-    for name in json.loads(run(folder, sys.executable, "-c", IDS)[1]):
+    best("dry run, none", [run(folder, *dry)[:2] for _ in range(repeat)])
+    for name in json.loads(run(folder, sys.executable, "-c", IDS)[2]):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
-    seconds = []
-    for _ in range(repeat):
-        took, text = run(folder, *dry)
-        if "Nothing to be done" not in text:
-            raise SystemExit(f"every job is there, but Snakemake plans some:\n{text[-2000:]}")
-        seconds.append(took)
+    done = [run(folder, *dry) for _ in range(repeat)]
+    if "Nothing to be done" not in done[0][2]:
+        raise SystemExit(f"every job is there, but Snakemake plans some:\n{done[0][2][-2000:]}")
+    best("dry run, all", [times[:2] for times in done])
     plan = max((folder / "work" / "plans").glob("*.jsonl"), key=lambda path: path.stat().st_size)
-    return {
-        "jobs": int(outputs[0][0]),
-        "keys": min(float(seconds) for _, seconds in outputs),
-        "dry run, none": empty,
-        "dry run, all": min(seconds),
-        "plan file, MB": plan.stat().st_size / 1e6,
-    }
+    return {**found, "plan file, MB": plan.stat().st_size / 1e6}
 
 
 def main() -> None:
@@ -118,12 +124,11 @@ def main() -> None:
                 run(folder, sys.executable, "-m", "cProfile", "-o", "profile", "-m", "snakemake", "-n",
                     "--configfile", "grid.yaml")  # fmt: skip
                 text = "import pstats; pstats.Stats('profile').sort_stats('cumtime').print_stats(60)"
-                print(run(folder, sys.executable, "-c", text)[1])
+                print(run(folder, sys.executable, "-c", text)[2])
     small, large = rows[min(rows)], rows[max(rows)]
-    ratio = large["jobs"] / small["jobs"]
-    print(f"{'':14s} {small['jobs']:8.0f} {large['jobs']:8.0f} jobs   growth (the jobs': {ratio:.1f})")
-    for name in list(small)[1:]:
-        print(f"{name:14s} {small[name]:8.2f} {large[name]:8.2f}        {large[name] / small[name]:.1f}")
+    print(f"{'':22s} {'small':>8s} {'large':>8s} {'ratio':>8s}")
+    for name in ["jobs", *(name for name in small if name != "jobs")]:
+        print(f"{name:22s} {small[name]:8.2f} {large[name]:8.2f} {large[name] / small[name]:8.1f}")
 
 
 if __name__ == "__main__":

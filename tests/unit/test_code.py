@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -79,7 +80,8 @@ def pythons() -> list[str]:
     """Every Python from 3.11 to 3.13 on this machine that starts."""
     found = []
     for minor in (11, 12, 13):
-        path = shutil.which(f"python3.{minor}")
+        versions = Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python")
+        path = next(map(str, sorted(versions)), None) or shutil.which(f"python3.{minor}")
         if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
             found.append(path)
     return found

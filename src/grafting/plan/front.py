@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -70,6 +71,7 @@ def load_study(*overlays: dict, folder: Path = Path(".")) -> Study:
     if marker.exists() and not all((folder / "results" / name).exists() for name in EXPORTED):
         # somebody removed an exported file: let the report export again
         marker.unlink()
+    gc.freeze()  # a large plan would be searched for garbage again and again, and none of it is
     return study
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from json.encoder import encode_basestring
 from typing import Any
 
 from grafting.provenance.files import canonical, text_digest
@@ -16,10 +17,16 @@ STAGES = ("data", "models", "rollout", "train", "sensitivity", "merge", "evaluat
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.=+,~-]*$")
 
 
+@cache
 def key_of(reference: str) -> str:
     """`<stage>/<name>-<key>[:subfolder]` -> `<key>[:subfolder]`: readable names never enter a key."""
     job_id, colon, subfolder = reference.partition(":")
     return job_id.rpartition("-")[2] + colon + subfolder
+
+
+def quoted(texts: Iterable[str]) -> str:
+    """Canonical JSON of a list of texts, several times faster than `canonical`."""
+    return "[" + ",".join(map(encode_basestring, texts)) + "]"
 
 
 def point_keys(
@@ -28,8 +35,8 @@ def point_keys(
     """The hash of the canonical JSON of ["point", recipe, settings, what it reads, code] of every point, put
     together from pieces, since a study has tens of thousands."""
     keys = {role: [key_of(ref) for ref in refs] for role, refs in inputs.items()}
-    model, prior, tasks = (canonical(keys[role]) for role in ("model", "prior", "tasks"))
-    terms = [canonical(list(pair)) for pair in zip(keys.get("trained", []), keys.get("donor", []), strict=True)]
+    model, prior, tasks = (quoted(keys[role]) for role in ("model", "prior", "tasks"))
+    terms = [quoted(pair) for pair in zip(keys.get("trained", []), keys.get("donor", []), strict=True)]
     tail = f"{canonical(settings)},{{\"model\":{model},\"prior\":{prior}"
     end = f"{canonical(code)}]"
     for point in points:
@@ -37,7 +44,7 @@ def point_keys(
         if recipe is not None:
             read += f',"terms":[{",".join(terms[i] for i in recipe["terms"])}]'
             if (mask := recipe.get("mask")) and (role := f"sensitivity_{mask['estimator']}") in keys:
-                read = f'"sensitivity":{canonical(keys[role])},{read}'
+                read = f'"sensitivity":{quoted(keys[role])},{read}'
         content = None if recipe is None else {key: value for key, value in recipe.items() if key != "terms"}
         yield text_digest(f'["point",{canonical(content)},{tail},{read}}},{end}')
 
@@ -80,9 +87,10 @@ class Job:
     @cached_property
     def own_key(self) -> str:
         """The key without regard to `known_as`."""
-        inputs = {role: [key_of(reference) for reference in references] for role, references in self.inputs.items()}
-        # canonical JSON of [stage, spec, inputs, code, alternatives' keys], put together since a spec may be large
-        identity = [canonical(self.stage), self.spec_string, canonical(inputs), canonical(self.code)]
+        # canonical JSON of [stage, spec, inputs, code, alternatives' keys], put together from pieces: a study has
+        # tens of thousands of jobs and alternatives
+        inputs = ",".join(f'"{role}":{quoted(map(key_of, self.inputs[role]))}' for role in sorted(self.inputs))
+        identity = [canonical(self.stage), self.spec_string, f"{{{inputs}}}", canonical(self.code)]
         if self.alternatives:
             identity.append(canonical({name: job.key for name, job in self.alternatives.items()}))
         return text_digest(f"[{','.join(identity)}]")
@@ -113,9 +121,9 @@ class Job:
             "stage": canonical(self.stage),
             "name": canonical(self.name),
             "spec": self.spec_string,
-            "inputs": canonical(self.inputs),
+            "inputs": "{" + ",".join(f'"{role}":{quoted(self.inputs[role])}' for role in sorted(self.inputs)) + "}",
             "code": canonical(self.code),
-            "entry": canonical(list(self.entry)),
+            "entry": quoted(self.entry),
         }
         if self.places:
             fields["places"] = canonical(self.places)

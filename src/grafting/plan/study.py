@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,6 +28,18 @@ LABELS = (
 )  # fmt: skip
 
 
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No search for garbage while a plan grows: nothing of it is garbage, and the search took half of the time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
 class Study:
     """All jobs of one configuration. `jobs` maps ids to jobs in an order in which they could run.
 
@@ -42,11 +56,12 @@ class Study:
         self.aliases = project_aliases() if aliases is None else aliases
         # every scale, mask and family of an update asks for its training again
         self.train = cache(self.train)
-        self.task_data = {task: self._task(task) for task in config.tasks}
-        self.prior_data = self._prior()
-        for model_seed in config.model_seeds:
-            self._one_lineage(model_seed)
-        self.report = self.add("report", config.preset, *report_of(self))
+        with without_collection():
+            self.task_data = {task: self._task(task) for task in config.tasks}
+            self.prior_data = self._prior()
+            for model_seed in config.model_seeds:
+                self._one_lineage(model_seed)
+            self.report = self.add("report", config.preset, *report_of(self))
 
     def add(
         self,
@@ -338,6 +353,7 @@ class Study:
         """Selection on validation data, then the test of what was selected, once, over all seeds."""
         name = f"{family.protocol}.{family.style}.{family.name}.{family.task}.m{self.m}"
         evaluations = list(dict.fromkeys(job for c in family.candidates for job, _, _ in c.final_points()))
+        places = {job: n for n, job in enumerate(evaluations)}
         candidates = [
             {
                 "name": c.name,
@@ -350,7 +366,7 @@ class Study:
                     },
                 },
                 "points": [
-                    {"evaluation": evaluations.index(job), "point": key, "seed": seed}
+                    {"evaluation": places[job], "point": key, "seed": seed}
                     for job, key, seed in c.final_points()
                 ],
             }

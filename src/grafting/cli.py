@@ -151,7 +151,7 @@ def publish(options: argparse.Namespace) -> int:
 
 
 def sources(options: argparse.Namespace) -> int:
-    """Print size and hash of outside files for sources.lock.yaml (--write: put them there), or a model folder's hash."""
+    """Print size and hash of outside files (--write: into sources.lock.yaml), or the hash of a model folder."""
     from grafting.models.stage import directory_digest
     from grafting.plan.sources import LOCK, write_sources
     from grafting.provenance.files import file_digest

@@ -107,7 +107,7 @@ def test_other_pythons_find_the_same_digests(python, tmp_path):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    here = [syntax.read(open(f, encoding="utf-8").read(), "a.b", False).digest for f in files]
+    here = [syntax.read(Path(f).read_text(encoding="utf-8"), "a.b", False).digest for f in files]
     assert json.loads(done.stdout) == here
 
 

@@ -132,7 +132,7 @@ def test_why_since_reads_sentinels_and_code_from_git(tmp_path, monkeypatch):
     model = next(job for job in after.values() if job.stage == "models")
     train = Job("train", "t0", {"seed": 0, "n": 0}, {"model": [model.id]}, "c")
     text = "\n".join(why(train, {model.id: model, train.id: train}, store, "HEAD"))
-    assert f"of HEAD:\n  input model: models/m changed\n  because models/m changed: module grafting.x: changed" in text
+    assert "of HEAD:\n  input model: models/m changed\n  because models/m changed: module grafting.x: changed" in text
     same = why(named(before, "t1"), before, store, "HEAD")
     assert "same key" in same[-1]
     with pytest.raises(UserError, match="git ls-tree"):
@@ -174,7 +174,9 @@ def test_trace_goes_down_to_data_and_names_repeated_ones_once(tmp_path):
 def test_trace_ends_in_code_and_shows_what_was_declared_equal(tmp_path):
     store, jobs = Store(tmp_path), chain(0.1)
     finish(store, jobs)
-    store.keep_code("c", lambda: {"modules": {"grafting.x": "1"}, "libraries": {"torch": "2.0"}, "files": {"a.txt": "3"}})
+    store.keep_code(
+        "c", lambda: {"modules": {"grafting.x": "1"}, "libraries": {"torch": "2.0"}, "files": {"a.txt": "3"}}
+    )
     train = named(jobs, "t1")
     declared = Aliases(keys={"a" * 12: Alias("keys", "a" * 12, train.key, "only moved")})
     text = "\n".join(inspect.trace(named(jobs, "test.s").id, store, declared))

@@ -242,7 +242,10 @@ def test_alias_file_survives_writing_with_its_comments(tmp_path):
     [
         ("code:\n- {new: 'aaaaaaaaaaaa', old: 'bbbbbbbbbbbb'}", "code, entry 1: must have new, old and reason"),
         ("keys:\n- {new: 123456789012, old: 'bbbbbbbbbbbb', reason: r}", "keys, entry 1: new must be 12 hex digits in"),
-        ("keys:\n- {new: 'aaaaaaaaaaaa', old: 'bbbbbbbbbbbb', reason: ''}", "keys, entry 1 .aaaaaaaaaaaa.: say in reason"),
+        (
+            "keys:\n- {new: 'aaaaaaaaaaaa', old: 'bbbbbbbbbbbb', reason: ''}",
+            "keys, entry 1 .aaaaaaaaaaaa.: say in reason",
+        ),
         ("names: []", "unknown key 'names'"),
         ("code: {a: b}", "must hold a list"),
         ("code: [", "not valid YAML"),

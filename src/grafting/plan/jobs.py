@@ -29,15 +29,13 @@ def quoted(texts: Iterable[str]) -> str:
     return "[" + ",".join(map(encode_basestring, texts)) + "]"
 
 
-def point_keys(
-    points: list[dict], settings: dict, inputs: dict[str, list[str]], code: str
-) -> Iterator[str]:
+def point_keys(points: list[dict], settings: dict, inputs: dict[str, list[str]], code: str) -> Iterator[str]:
     """The hash of the canonical JSON of ["point", recipe, settings, what it reads, code] of every point, put
     together from pieces, since a study has tens of thousands."""
     keys = {role: [key_of(ref) for ref in refs] for role, refs in inputs.items()}
     model, prior, tasks = (quoted(keys[role]) for role in ("model", "prior", "tasks"))
     terms = [quoted(pair) for pair in zip(keys.get("trained", []), keys.get("donor", []), strict=True)]
-    tail = f"{canonical(settings)},{{\"model\":{model},\"prior\":{prior}"
+    tail = f'{canonical(settings)},{{"model":{model},"prior":{prior}'
     end = f"{canonical(code)}]"
     for point in points:
         recipe, read = point["recipe"], f'"tasks":{tasks}'

@@ -366,8 +366,7 @@ class Study:
                     },
                 },
                 "points": [
-                    {"evaluation": places[job], "point": key, "seed": seed}
-                    for job, key, seed in c.final_points()
+                    {"evaluation": places[job], "point": key, "seed": seed} for job, key, seed in c.final_points()
                 ],
             }
             for c in family.candidates

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-
 #: made once: `json.dumps` with arguments makes a new one per call
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 

@@ -52,7 +52,7 @@ def trace(job_id: str, store: Store, aliases: Aliases | None = None) -> Iterator
     """
     seen: set[str] = set()
     codes: list[str] = []
-    declared = [alias for alias in aliases or ()]
+    declared = list(aliases or ())
 
     def walk(reference: str, depth: int) -> Iterator[str]:
         name = reference.partition(":")[0]

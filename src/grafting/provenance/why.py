@@ -178,10 +178,11 @@ class Explainer:
         for _, was, now in self._pairs(job, old):
             if was is not None and now is not None:
                 _add(found, self._roots(was.partition(":")[0], now.partition(":")[0]))
-        if (chosen := job.alternatives.get(old.get("choice", ""))) is not None and "link" in old:
-            if (target := self.past.sidecar(old["link"])) is not None:
-                _add(found, {line: [_title(chosen.id)] for line in self.own(chosen, target)})
-                _add(found, self.causes(chosen, target))
+        chosen = job.alternatives.get(old.get("choice", ""))
+        target = self.past.sidecar(old["link"]) if chosen is not None and "link" in old else None
+        if target is not None:
+            _add(found, {line: [_title(chosen.id)] for line in self.own(chosen, target)})
+            _add(found, self.causes(chosen, target))
         return found
 
     def _roots(self, old_id: str, new_id: str) -> dict[str, list[str]]:

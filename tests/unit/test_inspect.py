@@ -185,6 +185,16 @@ def test_trace_ends_in_code_and_shows_what_was_declared_equal(tmp_path):
     assert "code c: x, a.txt; torch 2.0" in text
 
 
+def test_trace_and_why_of_a_job_whose_equal_has_another_name(tmp_path):
+    store = Store(tmp_path)
+    made, equal = Job("select", "graft", {}, {}, "c"), Job("select", "graft_early", {}, {}, "c")
+    artefact(store, made)
+    runner.execute(equal, store, lambda job: pytest.fail("there is an equal one"), sys.stderr)
+    lines = list(inspect.trace(equal.id, store))
+    assert lines[0] == f"{equal.id}  = the equal:" and made.id in lines[1]
+    assert f"It is {made.id}, which has the same key." in why(equal, {equal.id: equal}, store)[0]
+
+
 def test_find_follows_the_link_to_a_selected_model(tmp_path):
     job_id = f"merge/g-{KEYS[0]}"
     (tmp_path / "results" / "models").mkdir(parents=True)

@@ -67,10 +67,11 @@ def trace(job_id: str, store: Store, aliases: Aliases | None = None) -> Iterator
         ]:
             yield f"{indent}  {alias}"
         if "link" in side:
-            chosen = f" {side['choice']}" if "choice" in side else ""
-            yield f"{indent}{reference}  = the chosen{chosen}:"
-            yield from walk(side["inputs"]["selection"][0], depth + 1)
-            yield from walk(side["link"], depth + 1)
+            # a job that hangs on a selection, or one whose equal was made under another name
+            selections = side.get("inputs", {}).get("selection", [])
+            yield f"{indent}{reference}  = {_title(side, selections)}:"
+            for below in [*selections, side["link"]]:
+                yield from walk(below, depth + 1)
             return
         codes.append(side.get("code"))
         yield f"{indent}{reference}  {_facts(side)}"
@@ -83,6 +84,10 @@ def trace(job_id: str, store: Store, aliases: Aliases | None = None) -> Iterator
     yield from walk(job_id, 0)
     for code in dict.fromkeys(codes):
         yield from _code(code, store)
+
+
+def _title(side: dict, selections: list[str]) -> str:
+    return f"the chosen {side.get('choice', '')}".rstrip() if selections else "the equal"
 
 
 def _facts(side: dict) -> str:

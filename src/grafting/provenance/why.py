@@ -220,7 +220,8 @@ def why(job: Job, jobs: Mapping[str, Job], store: Store, since: str | None = Non
     past = Past(store, since)
     if store.sentinel(job.id).exists():
         sidecar = store.read(job.id)
-        link = f" It is {sidecar['link']}, which was chosen." if "link" in sidecar else ""
+        reason = "was chosen" if "selection" in sidecar.get("inputs", {}) else "has the same key"
+        link = f" It is {sidecar['link']}, which {reason}." if "link" in sidecar else ""
         lines = [f"{job.id} is done: nothing to run.{link}"]
     else:
         lines = [f"{job.id} is not done."]

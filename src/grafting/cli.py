@@ -61,26 +61,48 @@ def plan(options: argparse.Namespace) -> int:
 
 
 def why(options: argparse.Namespace) -> int:
-    """Say what of a job's key changed: spec field, input, module, library."""
+    """Say what of a job's key changed: spec field, input, module, library, file, alias; and what changed first."""
     from grafting.plan.front import load_study
     from grafting.provenance.inspect import find
-    from grafting.provenance.inspect import why as explain
     from grafting.provenance.store import Store
+    from grafting.provenance.why import why as explain
 
     study, store = load_study(*_overlays(options)), Store()
-    job = study.jobs[find(options.target, list(study.jobs))]
-    print("\n".join(explain(job, store, options.since)))
+    job = study.jobs[find(options.target, list(study.jobs), store.root)]
+    print("\n".join(explain(job, study.jobs, store, options.since)))
+    return 0
+
+
+def alias(options: argparse.Namespace) -> int:
+    """Declare that a new code digest or key changes nothing against an old one (aliases.yaml)."""
+    from grafting.plan.aliases import ALIASES, Alias, check_aliases, with_entry, write_aliases
+    from grafting.plan.code import MANIFESTS, PROJECT
+    from grafting.plan.front import load_study
+    from grafting.plan.jobs import key_of
+    from grafting.plan.study import Study
+    from grafting.provenance.store import Store
+
+    study, old, new = load_study(*_overlays(options)), key_of(options.old), key_of(options.new)
+    ways = [way for job in study.jobs.values() for way in (job, *job.alternatives.values())]
+    if new not in MANIFESTS and new not in {way.own_key for way in ways}:
+        raise UserError(f"{new}: neither a code digest nor a key of the present plan; `grafting why JOB` prints them")
+    entry = Alias("code" if new in MANIFESTS else "keys", new, old, options.reason)
+    fresh = Study(study.config, with_entry(study.aliases, entry))
+    check_aliases(fresh.aliases, fresh.jobs.values(), Store())
+    write_aliases(PROJECT / ALIASES, fresh.aliases)
+    print(f"{ALIASES}: {new} counts as {old}; {len(set(fresh.jobs) - set(study.jobs))} jobs have other keys now")
     return 0
 
 
 def trace(options: argparse.Namespace) -> int:
     """Print the tree of artefacts behind a result, down to data and code."""
+    from grafting.plan.code import project_aliases
     from grafting.provenance.inspect import all_ids, find
     from grafting.provenance.inspect import trace as walk
     from grafting.provenance.store import Store
 
     store = Store()
-    for line in walk(find(options.target, all_ids(store)), store):
+    for line in walk(find(options.target, all_ids(store), store.root), store, project_aliases()):
         print(line)
     return 0
 
@@ -129,8 +151,9 @@ def publish(options: argparse.Namespace) -> int:
 
 
 def sources(options: argparse.Namespace) -> int:
-    """Print size and hash of outside files for sources.lock.yaml, or the hash of a model folder."""
+    """Print size and hash of outside files (--write: into sources.lock.yaml), or the hash of a model folder."""
     from grafting.models.stage import directory_digest
+    from grafting.plan.sources import LOCK, write_sources
     from grafting.provenance.files import file_digest
 
     entries = {}
@@ -141,10 +164,18 @@ def sources(options: argparse.Namespace) -> int:
         if not files:
             raise UserError(f"{folder}: holds no files")
         if (folder / "config.json").is_file():
+            if options.write:
+                raise UserError(
+                    f"{folder}: a model directory is pinned in the configuration, not in {LOCK}: "
+                    f"{{path: {folder}, sha256: {directory_digest(folder)}}}"
+                )
             entries[folder.name] = {"path": str(folder), "sha256": directory_digest(folder)}
             continue
         entries[folder.name] = [{"name": p.name, "sha256": file_digest(p), "bytes": p.stat().st_size} for p in files]
-    print(yaml.safe_dump(entries, sort_keys=False), end="")
+    if options.write:
+        print("\n".join(write_sources(entries)) or f"{LOCK}: nothing has changed")
+    else:
+        print(yaml.safe_dump(entries, sort_keys=False), end="")
     return 0
 
 
@@ -163,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     for function in (status, repair):
         verb(function)
     verb(trace).add_argument("target", help="a result, sentinel, payload or job")
-    for function in (config, plan, why):
+    for function in (config, plan, why, alias):
         sub = verb(function)
         sub.add_argument("--configfile", type=Path, nargs="*", default=[], help="overlays on config.yaml")
         if function is plan:
@@ -171,7 +202,13 @@ def main(arguments: list[str] | None = None) -> int:
         if function is why:
             sub.add_argument("target", help="a job's id, its name without key, or a path of it")
             sub.add_argument("--since", metavar="REV", help="compare with the sentinels of a git revision")
-    verb(sources).add_argument("folders", type=Path, nargs="+")
+        if function is alias:
+            sub.add_argument("old", help="a code digest or key, or a job's id, that is recorded")
+            sub.add_argument("new", help="the code digest or key of the present plan that changes nothing")
+            sub.add_argument("--reason", required=True, help="why nothing changes")
+    sub = verb(sources)
+    sub.add_argument("folders", type=Path, nargs="+")
+    sub.add_argument("--write", action="store_true", help="put the entries into sources.lock.yaml")
     options = parser.parse_args(arguments)
     try:
         return options.function(options)

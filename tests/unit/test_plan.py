@@ -1,6 +1,5 @@
 """Keys change exactly when what they name changes."""
 
-import ast
 from collections import Counter
 from pathlib import Path
 
@@ -8,10 +7,14 @@ import pytest
 import yaml
 
 from grafting.config import resolve
+from grafting.errors import UserError
 from grafting.plan import code
-from grafting.plan.jobs import Job
+from grafting.plan.aliases import Alias, Aliases, check_aliases, read_aliases, with_entry, write_aliases
+from grafting.plan.jobs import Job, key_of
 from grafting.plan.planfile import read_job, write_plan
 from grafting.plan.study import Study
+from grafting.provenance.files import digest, write_json
+from grafting.provenance.store import Store
 
 PROJECT = Path(__file__).resolve().parents[2]
 DEFAULT = yaml.safe_load((PROJECT / "config.yaml").read_text())
@@ -109,23 +112,6 @@ def test_key_ignores_readable_names_of_inputs():
     assert one.key != Job("train", "a", {"x": 1}, {"model": ["models/deployed-0123456789ab:q"]}, "c").key
 
 
-def test_digest_ignores_comments_docstrings_annotations_and_layout():
-    one = 'def f(a, b=2):\n    "text"\n    return a + b  # sum\n'
-    two = "def f(a: int, b: int = 2) -> int:\n\n    return (a +\n            b)\n"
-    three = "def f(a, b=3):\n    return a + b\n"
-    dumps = [code._dump(ast.parse(text)) for text in (one, two, three)]
-    assert dumps[0] == dumps[1] != dumps[2]
-
-
-def test_digest_sees_fields_of_classes_and_types_of_literals():
-    def dump(text: str) -> object:
-        return code._dump(ast.parse(text))
-
-    assert dump("class A:\n    f: float = 1") != dump("class A:\n    f: int = 1")
-    assert dump("x = 1") != dump("x = 1.0") != dump("x = '1.0'")
-    assert dump("x: int = 1") == dump("x: float = 1")
-
-
 def test_small_stages_do_not_depend_on_big_rooms():
     def rooms(entry: str) -> set[str]:
         return {m.split(".")[1] for m in code.closure(code.ENTRIES[entry]) if m.count(".")}
@@ -150,3 +136,157 @@ def test_planning_imports_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", text], cwd=PROJECT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_keys_are_hashes_of_what_they_stand_for(default):
+    """The plan puts canonical JSON together from pieces; here it is made in one."""
+    for job in default.jobs.values():
+        inputs = {role: [key_of(ref) for ref in refs] for role, refs in job.inputs.items()}
+        identity = [job.stage, job.spec, inputs, job.code]
+        if job.alternatives:
+            identity.append({name: way.key for name, way in job.alternatives.items()})
+        assert job.key == digest(identity)
+        for way in (job, *job.alternatives.values()):
+            settings = {name: value for name, value in way.spec.items() if name != "points"}
+            for point in way.spec.get("points", []) if way.stage == "evaluate" else []:
+                keys = {role: [key_of(ref) for ref in refs] for role, refs in way.inputs.items()}
+                read, recipe = {role: keys[role] for role in ("model", "prior", "tasks")}, point["recipe"]
+                if recipe is not None:
+                    read["terms"] = [[keys["trained"][i], keys["donor"][i]] for i in recipe["terms"]]
+                    if f"sensitivity_{recipe.get('mask', {}).get('estimator')}" in keys:
+                        read["sensitivity"] = keys[f"sensitivity_{recipe['mask']['estimator']}"]
+                    recipe = {name: value for name, value in recipe.items() if name != "terms"}
+                assert point["key"] == digest(["point", recipe, settings, read, way.code])
+
+
+def test_plan_file_holds_a_shared_candidate_once(default, tmp_path):
+    ways = [way.id for job in default.jobs.values() for way in job.alternatives.values()]
+    lines = write_plan(default.jobs, tmp_path).read_text().splitlines()[1:]
+    names = [line.partition("\t")[0] for line in lines]
+    assert len(names) == len(set(names))
+    assert sum(name.startswith("way/") for name in names) == len(set(ways)) < len(ways)
+
+
+def test_unknown_job_and_plan_file_are_errors(default, tmp_path):
+    path = write_plan(default.jobs, tmp_path)
+    with pytest.raises(UserError, match="no job train/absent"):
+        read_job(path, "train/absent-000000000000")
+    with pytest.raises(UserError, match="no such plan file"):
+        read_job(tmp_path / "other.jsonl", "train/absent-000000000000")
+
+
+# ---- aliases ---------------------------------------------------------------------------------------
+def aliased(config, kind: str, new: str, old: str) -> Study:
+    return Study(config, with_entry(Aliases(), Alias(kind, new, old, "only moved")))
+
+
+def test_declared_code_leaves_every_key_where_it_is(default, monkeypatch):
+    """After a refactor of the training loop, one entry per code digest brings all keys back."""
+    loop = code.module_facts("grafting.training.loop")
+    real = code.module_facts.__wrapped__
+    changed = type(loop)(**{**loop.__dict__, "digest": "0" * 64})
+    monkeypatch.setattr(code, "module_facts", lambda name: changed if name.endswith("training.loop") else real(name))
+    code.own_digest.cache_clear()
+    try:
+        edited = Study(default.config)
+        moved = set(edited.jobs) - set(default.jobs)
+        assert {i.partition("/")[0] for i in moved} >= {"models", "train", "evaluate", "report"}
+        pairs = {}
+        for before, after in zip(default.jobs.values(), edited.jobs.values(), strict=True):
+            if before.code != after.code:
+                pairs[after.code] = before.code
+        assert len(pairs) == 3  # lineage, and training with each of two objectives
+        aliases = Aliases()
+        for new, old in pairs.items():
+            aliases = with_entry(aliases, Alias("code", new, old, "only moved"))
+        again = Study(default.config, aliases)
+        assert list(again.jobs) == list(default.jobs)
+        job = next(job for job in again.jobs.values() if job.stage == "train")
+        assert [alias["new"] for alias in job.aliases] == [new for new, old in pairs.items() if old == job.code]
+    finally:
+        code.own_digest.cache_clear()
+
+
+def test_declared_key_of_a_job_leaves_the_keys_of_what_follows(default, tmp_path):
+    changed = study(training={"clip_norm": 2.0}, learners={"opsd": None})
+    before = study(learners={"opsd": None})
+    name = "wug.own.sft.base.lr0.0003.s0.m0"
+    (old,) = [j for j in before.jobs.values() if j.name == name]
+    (new,) = [j for j in changed.jobs.values() if j.name == name]
+    (sweep,) = [j for j in before.jobs.values() if j.name == "val.single.own.sft-base.lr0.0003.wug.s0.m0"]
+    assert sweep.id not in changed.jobs
+    after = aliased(changed.config, "keys", new.key, old.key)
+    assert old.id in after.jobs and new.id not in after.jobs
+    assert sweep.id in after.jobs
+    job = after.jobs[old.id]
+    assert job.own_key == new.key and job.aliases[0]["reason"] == "only moved"
+    again = read_job(write_plan(after.jobs, tmp_path), old.id)
+    assert again == job and again.key == old.key
+
+
+def test_alias_file_survives_writing_with_its_comments(tmp_path):
+    path = tmp_path / "aliases.yaml"
+    path.write_text((PROJECT / "aliases.yaml").read_text())
+    assert list(read_aliases(path)) == []
+    header = path.read_text().split("code:")[0]
+    first = with_entry(read_aliases(path), Alias("code", "000123456789", "00000000001e", "a: b # c"))
+    second = with_entry(first, Alias("keys", "a" * 12, "b" * 12, "é"))
+    write_aliases(path, second)
+    assert path.read_text().startswith(header)
+    assert read_aliases(path) == second
+    assert list(read_aliases(tmp_path / "absent.yaml")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("code:\n- {new: 'aaaaaaaaaaaa', old: 'bbbbbbbbbbbb'}", "code, entry 1: must have new, old and reason"),
+        ("keys:\n- {new: 123456789012, old: 'bbbbbbbbbbbb', reason: r}", "keys, entry 1: new must be 12 hex digits in"),
+        (
+            "keys:\n- {new: 'aaaaaaaaaaaa', old: 'bbbbbbbbbbbb', reason: ''}",
+            "keys, entry 1 .aaaaaaaaaaaa.: say in reason",
+        ),
+        ("names: []", "unknown key 'names'"),
+        ("code: {a: b}", "must hold a list"),
+        ("code: [", "not valid YAML"),
+        (
+            "code:\n- {new: 'aaaaaaaaaaaa', old: 'bbbbbbbbbbbb', reason: r}\n"
+            "- {new: 'bbbbbbbbbbbb', old: 'aaaaaaaaaaaa', reason: r}",
+            "code: the entries run in a circle: aaaaaaaaaaaa -> bbbbbbbbbbbb -> aaaaaaaaaaaa",
+        ),
+        ("code:\n- {new: 'aaaaaaaaaaaa', old: 'aaaaaaaaaaaa', reason: r}", "circle"),
+        (
+            "code:\n- {new: 'aaaaaaaaaaaa', old: 'bbbbbbbbbbbb', reason: r}\n"
+            "- {new: 'aaaaaaaaaaaa', old: 'cccccccccccc', reason: r}",
+            "aaaaaaaaaaaa stands there twice",
+        ),
+    ],
+)
+def test_unusable_alias_is_an_error_that_names_it(tmp_path, text, message):
+    path = tmp_path / "aliases.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_aliases(path)
+
+
+def test_alias_to_what_is_not_recorded_is_an_error(default, tmp_path):
+    store, config = Store(tmp_path), default.config
+    train = next(job for job in default.jobs.values() if job.stage == "train")
+    evaluation = next(job for job in default.jobs.values() if job.name.startswith("val.single"))
+    for kind, new in (("code", train.code), ("keys", train.key)):
+        after = aliased(config, kind, new, "b" * 12)
+        with pytest.raises(UserError, match=f"{kind}: {new} -> bbbbbbbbbbbb: there is no record of bbbbbbbbbbbb"):
+            check_aliases(after.aliases, after.jobs.values(), store)
+    write_json(store.code("b" * 12), {})
+    after = aliased(config, "code", train.code, "b" * 12)
+    check_aliases(after.aliases, after.jobs.values(), store)
+    write_json(store.sentinel(f"evaluate/x-{'b' * 12}"), {"spec": {"points": []}})
+    after = aliased(config, "keys", train.key, "b" * 12)
+    with pytest.raises(UserError, match="is of another stage"):
+        check_aliases(after.aliases, after.jobs.values(), store)
+    after = aliased(config, "keys", evaluation.key, "b" * 12)
+    with pytest.raises(UserError, match="lacks .* of the points"):
+        check_aliases(after.aliases, after.jobs.values(), store)
+    write_json(store.sentinel(f"train/x-{'b' * 12}"), {})
+    after = aliased(config, "keys", train.key, "b" * 12)
+    check_aliases(after.aliases, after.jobs.values(), store)

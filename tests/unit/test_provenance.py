@@ -13,7 +13,7 @@ import pytest
 from grafting.errors import UserError
 from grafting.plan.jobs import Job
 from grafting.plan.planfile import write_plan
-from grafting.provenance import runner
+from grafting.provenance import facts, runner
 from grafting.provenance.files import canonical, write_json
 from grafting.provenance.store import Store
 from grafting.provenance.versioning import untracked
@@ -34,6 +34,26 @@ def test_job_is_published_and_done_once(tmp_path):
     assert sidecar["spec"] == {"number": 7} and sidecar["cost"]["cpu_seconds"] >= 0
     runner.execute(job, store, lambda job: pytest.fail("done already"), sys.stderr)
     assert not list((tmp_path / "store" / ".aside").iterdir())
+
+
+def test_record_is_enough_to_name_the_job_again_and_holds_no_secret(tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "GRAFTING_DATA_ROOT", "OMP_NUM_THREADS_SECRET"):
+        monkeypatch.setenv(name, "hunter2-of-the-environment")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    store = Store(tmp_path)
+    inputs = {"model": [f"models/m-{KEY}:p100"]}
+    places = {"path": "/home/hunter2-of-the-path/model"}
+    job = Job("train", "a.s3", {"number": 7, "seed": 3}, inputs, "c", ("train",), places=places)
+    runner.execute(job, store, write_number, sys.stderr)
+    sidecar = store.read(job.id)
+    assert Job(*(sidecar[name] for name in ("stage", "name", "spec", "inputs", "code"))).id == job.id
+    assert sidecar["seed"] == 3
+    assert sidecar["environment"]["OMP_NUM_THREADS"] == "1" and sidecar["environment"]["SLURM_JOB_ID"] == "77"
+    assert set(sidecar["environment"]) <= set(facts.ENVIRONMENT)
+    assert "hunter2" not in store.sentinel(job.id).read_text()
+    for name in ("payload", "versions", "git", "host", "cost", "started", "finished"):
+        assert sidecar[name], name
 
 
 def test_failed_job_leaves_nothing(tmp_path):

@@ -15,7 +15,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 PARTS = (
     "Snakefile", "rules", "src", "config.yaml", "presets", "profiles", "envs", "requirements.lock",
-    "sources.lock.yaml", "dvc.yaml", ".dvc", ".dvcignore", ".gitignore", ".gitattributes", "store/.gitignore",
+    "sources.lock.yaml", "aliases.yaml", "dvc.yaml", ".dvc", ".dvcignore", ".gitignore", ".gitattributes",
+    "store/.gitignore",
 )  # fmt: skip
 
 
@@ -45,6 +46,17 @@ class Folder:
         table = text.split("Job stats:", 1)[1].split("total", 1)[0].splitlines()
         rows = [line.split() for line in table]
         return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdigit() and row[0] != "all"}
+
+    def grafting(self, verb: str, *arguments: str, check: bool = True, preset: bool = True) -> str:
+        """Output of `grafting <verb>`."""
+        overlay = ("--configfile", "presets/smoke.yaml") if preset else ()
+        done = self.run("python", "-m", "grafting.cli", verb, *arguments, *overlay, check=check)
+        return done.stdout + done.stderr
+
+    def open_jobs(self) -> set[str]:
+        """Ids of the planned jobs without a record."""
+        lines = self.grafting("plan", "--jobs").splitlines()
+        return {line.split()[1] for line in lines if line.startswith("  open ")}
 
     def sidecars(self) -> dict[str, dict]:
         paths = sorted((self.root / "provenance").rglob("*.json"))

@@ -1,20 +1,21 @@
 """Digest of the code that makes a stage's payloads.
 
-It covers the syntax trees of the stage's entry module and of all it imports inside the package (imports
-inside functions too), without comments, docstrings, formatting and annotations, and the locked versions of
-the libraries that decide bytes. The dump is our own: that of the standard library changes between versions
-of Python. The package's provenance and planning code is left out: it moves payloads, it does not make them.
+It covers the syntax trees (see `grafting.plan.syntax`) of the stage's entry module and of all it imports inside
+the package, imports inside functions too; the other files of the package that these modules read; and the locked
+versions of the libraries that decide bytes. The package's provenance and planning code is left out: it moves
+payloads, it does not make them. A module that is imported by a computed name must be given as a part.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 from functools import cache
 from pathlib import Path
 
 from grafting.errors import UserError
-from grafting.provenance.files import digest
+from grafting.plan import syntax
+from grafting.plan.aliases import ALIASES, Aliases, read_aliases
+from grafting.provenance.files import digest, file_digest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PROJECT = PACKAGE.parents[1]
@@ -23,6 +24,7 @@ DECIDING = {
     "torch": ("torch",),
     # it renders chat templates with jinja2
     "transformers": ("transformers", "tokenizers", "jinja2"),
+    "jinja2": ("jinja2",),
     "tokenizers": ("tokenizers",),
     "safetensors": ("safetensors",),
     "numpy": ("numpy",),
@@ -37,9 +39,6 @@ DECIDING = {
 UNCOUNTED = ("grafting.provenance", "grafting.plan", "grafting.config", "grafting.errors")
 #: This one writes into payloads.
 COUNTED = {"grafting.provenance.files"}
-#: Fields of syntax nodes that carry no behaviour.
-IGNORED = {"annotation", "returns", "type_comment", "type_params", "type_ignores", "kind", "ctx"}
-
 ENTRIES = {
     "data": "grafting.tasks.stage",
     "models": "grafting.models.stage",
@@ -62,60 +61,26 @@ def _file(module: str) -> Path | None:
     return None
 
 
-def _dump(node: object, in_class: bool = False) -> object:
-    if isinstance(node, ast.AST):
-        fields = {}
-        for name, value in ast.iter_fields(node):
-            # in the body of a class an annotation makes a field (dataclasses, pydantic): it is behaviour
-            if name in IGNORED and not (in_class and isinstance(node, ast.AnnAssign) and name == "annotation"):
-                continue
-            if name == "body" and isinstance(value, list):
-                value = [item for item in value if not _is_text(item)]
-            if value is None or value == []:
-                # fields added by later Pythons are empty in older code
-                continue
-            fields[name] = _dump(value, isinstance(node, ast.ClassDef) and name == "body")
-        return [type(node).__name__, fields]
-    if isinstance(node, list):
-        return [_dump(item, in_class) for item in node]
-    if isinstance(node, str):
-        return node
-    # numbers, bytes, Ellipsis: 1, 1.0 and "1.0" differ
-    return [type(node).__name__, repr(node)]
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
 @cache
-def _module(module: str) -> tuple[str, frozenset[str], frozenset[str]]:
-    """Digest of one module, the package's modules it imports, the top-level names of the others."""
+def module_facts(module: str) -> syntax.Module:
+    """What one module of the package does and imports; UserError if there is none of that name."""
     path = _file(module)
     if path is None:
         raise UserError(f"the package has no module {module}; is the installation complete?")
-    tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    own, others = set(), set()
+    return syntax.read(path.read_text(encoding="utf-8"), module, path.name == "__init__.py", str(path))
 
-    def found(name: str) -> None:
-        if name.split(".")[0] != "grafting":
-            others.add(name.split(".")[0])
-            return
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The package's modules that a module may import, with the packages around them."""
+    found = set()
+    for name in module_facts(module).own:
         parts = name.split(".")
-        own.update(m for i in range(1, len(parts) + 1) if _file(m := ".".join(parts[:i])) is not None)
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                found(alias.name)
-        elif isinstance(node, ast.ImportFrom):
-            package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
-            source = ".".join(part for part in (base, node.module) if part)
-            found(source)
-            for alias in node.names:
-                found(f"{source}.{alias.name}")
-    return digest(_dump(tree), 64), frozenset(own), frozenset(others)
+        found |= {m for i in range(1, len(parts) + 1) if _file(m := ".".join(parts[:i])) is not None}
+        package, _, last = name.rpartition(".")
+        if _file(name) is None and _file(package) is not None and last in (lazy := module_facts(package).lazy):
+            found.add(lazy[last])
+    return frozenset(found)
 
 
 @cache
@@ -128,8 +93,36 @@ def closure(*entries: str) -> tuple[str, ...]:
         if module in seen or (module.startswith(UNCOUNTED) and module not in COUNTED):
             continue
         seen.add(module)
-        waiting.extend(_module(module)[1])
+        waiting.extend(imports(module))
     return tuple(sorted(seen))
+
+
+@cache
+def data_files() -> dict[str, str]:
+    """Path in the package -> hash of every file in it that is no Python: templates, tables, prompts."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*")):
+        place = path.relative_to(PACKAGE)
+        hidden = any(part.startswith((".", "__pycache__")) for part in place.parts)
+        if not hidden and path.suffix not in (".py", ".pyc") and not path.name.endswith("~") and path.is_file():
+            found[place.as_posix()] = file_digest(path)[:16]
+    return found
+
+
+@cache
+def files_read(module: str) -> frozenset[str]:
+    """The package's other files that a module may read: those that it names, and, if it asks where it lies
+    (`__file__`, importlib.resources), all below its folder and below the packages that it names."""
+    facts, found = module_facts(module), set()
+    for path in data_files():
+        name = path.rpartition("/")[2]
+        if any(text == name or text.endswith("/" + name) for text in facts.texts):
+            found.add(path)
+    if facts.places and data_files():
+        packages = {text for text in facts.texts if text.partition(".")[0] == PACKAGE.name and _file(text) is not None}
+        for folder in {_file(m).parent.relative_to(PACKAGE).as_posix() for m in {module, *packages}}:
+            found |= {path for path in data_files() if folder == "." or path.startswith(folder + "/")}
+    return frozenset(found)
 
 
 @cache
@@ -144,17 +137,31 @@ def locked_versions() -> dict[str, str]:
     return {m.group(1).lower().replace("_", "-"): m.group(2) for m in pairs if m}
 
 
+@cache
+def project_aliases() -> Aliases:
+    """What the project's `aliases.yaml` declares equal to something older."""
+    return read_aliases(PROJECT / ALIASES)
+
+
 #: code digest -> what it is made of, for all digests asked for in this process
 MANIFESTS: dict[str, dict[str, dict[str, str]]] = {}
 
 
 @cache
-def code_digest(entry: str, *parts: str) -> str:
+def own_digest(entry: str, *parts: str) -> str:
     """12 hex digits for a stage's entry (a key of ENTRIES) and the modules that it resolves by name."""
     modules = closure(ENTRIES[entry], *parts)
-    imported = {name for module in modules for name in _module(module)[2]}
+    imported = {name for module in modules for name in module_facts(module).others}
     libraries = sorted({library for name in imported & DECIDING.keys() for library in DECIDING[name]})
     versions = {name: locked_versions().get(name, "unlocked") for name in libraries}
-    manifest = {"modules": {module: _module(module)[0][:16] for module in modules}, "libraries": versions}
+    manifest = {"modules": {module: module_facts(module).digest[:16] for module in modules}, "libraries": versions}
+    if files := {path: data_files()[path] for module in modules for path in files_read(module)}:
+        manifest["files"] = files
     MANIFESTS[digest(manifest)] = manifest
     return digest(manifest)
+
+
+@cache
+def code_digest(entry: str, *parts: str) -> str:
+    """`own_digest`, or the older one that it is declared equal to: what enters a key."""
+    return project_aliases().resolve("code", own_digest(entry, *parts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -10,14 +11,17 @@ from pathlib import Path
 from grafting.config import Config, resolve
 from grafting.config.load import read_yaml
 from grafting.errors import UserError
+from grafting.plan.aliases import check_aliases
 from grafting.plan.code import PROJECT
 from grafting.plan.sources import files_of
 from grafting.plan.study import Study
 from grafting.provenance.store import Store
 from grafting.tasks import known_priors, known_tasks
-from grafting.tasks.sources import check_sources
+from grafting.tasks.sources import check_sources, read_sources
 
 CONFIG = "config.yaml"
+#: Outside files up to this size in all are hashed before the first job; larger ones by the job that reads them.
+HASHED_AT_ONCE = 64 << 20
 EXPORTED = ("summary.md", "evaluations.csv", "claims.json", "config.resolved.yaml", "figures/frontier.svg")
 
 
@@ -35,9 +39,13 @@ def check_at_hand(study: Study, store: Store) -> None:
     """Outside data and models of jobs that are still to be done must be at hand; UserError if not."""
     config = study.config
     abouts = [known_tasks()[task] for task in study.task_data] + [known_priors()[config.prior.kind]]
-    for about, job_id in zip(abouts, [*study.task_data.values(), study.prior_data], strict=True):
-        if about["source"] and not store.sentinel(job_id).exists():
-            check_sources(about["source"], files_of(about["source"]), config.data_root)
+    wanted = {
+        about["source"]: files_of(about["source"])
+        for about, job_id in zip(abouts, [*study.task_data.values(), study.prior_data], strict=True)
+        if about["source"] and not store.sentinel(job_id).exists()
+    }
+    for source, files in wanted.items():
+        check_sources(source, files, config.data_root)
     for job in study.jobs.values():
         source = job.spec.get("source") if job.stage == "models" else None
         if source is None or store.sentinel(job.id).exists():
@@ -49,16 +57,21 @@ def check_at_hand(study: Study, store: Store) -> None:
             )
         if (path := job.places.get("path")) and not (Path(path) / "config.json").is_file():
             raise UserError(f"lineage.{job.name}.path: {path} is no model directory (it has no config.json)")
+    for source, files in wanted.items():
+        if sum(file.get("bytes") or HASHED_AT_ONCE + 1 for file in files) <= HASHED_AT_ONCE:
+            read_sources(source, files, config.data_root)
 
 
 def load_study(*overlays: dict, folder: Path = Path(".")) -> Study:
     """Config, plan and checks in one call."""
     study, store = Study(load_config(*overlays, folder=folder)), Store(folder)
+    check_aliases(study.aliases, study.jobs.values(), store)
     check_at_hand(study, store)
     marker = store.sentinel(study.report)
     if marker.exists() and not all((folder / "results" / name).exists() for name in EXPORTED):
         # somebody removed an exported file: let the report export again
         marker.unlink()
+    gc.freeze()  # a large plan would be searched for garbage again and again, and none of it is
     return study
 
 

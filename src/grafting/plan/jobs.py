@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from json.encoder import encode_basestring
 from typing import Any
 
-from grafting.provenance.files import canonical, digest
+from grafting.provenance.files import canonical, text_digest
 
 STAGES = ("data", "models", "rollout", "train", "sensitivity", "merge", "evaluate", "select", "report")
 #: What a readable name may consist of: it becomes a file name and a Snakemake wildcard.
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.=+,~-]*$")
 
 
+@cache
 def key_of(reference: str) -> str:
     """`<stage>/<name>-<key>[:subfolder]` -> `<key>[:subfolder]`: readable names never enter a key."""
     job_id, colon, subfolder = reference.partition(":")
     return job_id.rpartition("-")[2] + colon + subfolder
+
+
+def quoted(texts: Iterable[str]) -> str:
+    """Canonical JSON of a list of texts, several times faster than `canonical`."""
+    return "[" + ",".join(map(encode_basestring, texts)) + "]"
+
+
+def point_keys(points: list[dict], settings: dict, inputs: dict[str, list[str]], code: str) -> Iterator[str]:
+    """The hash of the canonical JSON of ["point", recipe, settings, what it reads, code] of every point, put
+    together from pieces, since a study has tens of thousands."""
+    keys = {role: [key_of(ref) for ref in refs] for role, refs in inputs.items()}
+    model, prior, tasks = (quoted(keys[role]) for role in ("model", "prior", "tasks"))
+    terms = [quoted(pair) for pair in zip(keys.get("trained", []), keys.get("donor", []), strict=True)]
+    tail = f'{canonical(settings)},{{"model":{model},"prior":{prior}'
+    end = f"{canonical(code)}]"
+    for point in points:
+        recipe, read = point["recipe"], f'"tasks":{tasks}'
+        if recipe is not None:
+            read += f',"terms":[{",".join(terms[i] for i in recipe["terms"])}]'
+            if (mask := recipe.get("mask")) and (role := f"sensitivity_{mask['estimator']}") in keys:
+                read = f'"sensitivity":{quoted(keys[role])},{read}'
+        content = None if recipe is None else {key: value for key, value in recipe.items() if key != "terms"}
+        yield text_digest(f'["point",{canonical(content)},{tail},{read}}},{end}')
 
 
 @dataclass(frozen=True)
@@ -31,6 +58,8 @@ class Job:
     places:        where outside things lie on this machine (a model's folder); never part of the key.
     alternatives:  only for a job that hangs on a selection (role `selection`): candidate's name -> the
                    concrete job to do if that candidate is chosen.
+    known_as:      the older key that its own is declared equal to (`aliases.yaml`); empty if there is none.
+    aliases:       the entries of `aliases.yaml` that apply to it, for the record.
     """
 
     stage: str
@@ -41,21 +70,30 @@ class Job:
     entry: tuple[str, ...] = ()
     places: dict[str, str] = field(default_factory=dict)
     alternatives: dict[str, Job] = field(default_factory=dict)
+    known_as: str = ""
+    aliases: list[dict[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not NAME.match(self.name):
             raise ValueError(f"job name {self.name!r} cannot become a file name")
 
-    @cached_property
-    def key(self) -> str:
-        """12 hex digits that change exactly when spec, inputs or code change."""
-        inputs = {role: [key_of(reference) for reference in references] for role, references in self.inputs.items()}
-        identity: list[Any] = [self.stage, self.spec, inputs, self.code]
-        if self.alternatives:
-            identity.append({name: job.key for name, job in self.alternatives.items()})
-        return digest(identity)
-
     @property
+    def key(self) -> str:
+        """12 hex digits that change exactly when spec, inputs or code change; the older key of an equal job."""
+        return self.known_as or self.own_key
+
+    @cached_property
+    def own_key(self) -> str:
+        """The key without regard to `known_as`."""
+        # canonical JSON of [stage, spec, inputs, code, alternatives' keys], put together from pieces: a study has
+        # tens of thousands of jobs and alternatives
+        inputs = ",".join(f'"{role}":{quoted(map(key_of, self.inputs[role]))}' for role in sorted(self.inputs))
+        identity = [canonical(self.stage), self.spec_string, f"{{{inputs}}}", canonical(self.code)]
+        if self.alternatives:
+            identity.append(canonical({name: job.key for name, job in self.alternatives.items()}))
+        return text_digest(f"[{','.join(identity)}]")
+
+    @cached_property
     def id(self) -> str:
         """`<stage>/<name>-<key>`."""
         return f"{self.stage}/{self.name}-{self.key}"
@@ -65,7 +103,7 @@ class Job:
         """CPU threads: part of the spec, since sums of floating-point numbers depend on them; 1 if it says none."""
         return max([self.spec.get("threads", 1), *(way.threads for way in self.alternatives.values())])
 
-    @property
+    @cached_property
     def spec_string(self) -> str:
         """The spec as canonical JSON."""
         return canonical(self.spec)
@@ -75,24 +113,27 @@ class Job:
         lists = [*self.inputs.values(), *(refs for job in self.alternatives.values() for refs in job.inputs.values())]
         return list(dict.fromkeys(reference.partition(":")[0] for refs in lists for reference in refs))
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON values; `from_json` undoes it."""
-        data = {
-            "stage": self.stage,
-            "name": self.name,
-            "spec": self.spec,
-            "inputs": self.inputs,
-            "code": self.code,
-            "entry": list(self.entry),
+    def to_json(self) -> str:
+        """As canonical JSON without the alternatives, of which only names and ids are given."""
+        fields = {
+            "stage": canonical(self.stage),
+            "name": canonical(self.name),
+            "spec": self.spec_string,
+            "inputs": "{" + ",".join(f'"{role}":{quoted(self.inputs[role])}' for role in sorted(self.inputs)) + "}",
+            "code": canonical(self.code),
+            "entry": quoted(self.entry),
         }
         if self.places:
-            data["places"] = self.places
+            fields["places"] = canonical(self.places)
+        if self.aliases:
+            fields |= {"known_as": canonical(self.known_as), "aliases": canonical(self.aliases)}
         if self.alternatives:
-            data["alternatives"] = {name: job.to_json() for name, job in self.alternatives.items()}
-        return data
+            fields["alternatives"] = canonical({name: job.id for name, job in self.alternatives.items()})
+        return "{" + ",".join(f'"{name}":{fields[name]}' for name in sorted(fields)) + "}"
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Job:
-        """Inverse of `to_json`."""
-        alternatives = {name: cls.from_json(item) for name, item in data.get("alternatives", {}).items()}
+    def from_json(cls, text: str, alternative: Callable[[str], Job]) -> Job:
+        """Inverse of `to_json`; `alternative` finds the job behind an alternative's id."""
+        data = json.loads(text)
+        alternatives = {name: alternative(job_id) for name, job_id in data.get("alternatives", {}).items()}
         return cls(**{**data, "entry": tuple(data["entry"]), "alternatives": alternatives})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from grafting.config.schema import MaskCandidate
 
 if TYPE_CHECKING:
+    from grafting.plan.jobs import Job
     from grafting.plan.study import Study
 
 #: (trained checkpoint, its donor), both references
@@ -28,6 +29,7 @@ class Candidate:
 
     stages_of: seed -> recipes and terms of the models after each stage (one stage outside sequences).
     trained_of: seed -> for each stage, the training jobs behind the model.
+    test:       the job that tests it over all seeds, once a family has asked for it.
     """
 
     name: str
@@ -35,8 +37,10 @@ class Candidate:
     label: dict[str, Any]
     stages_of: Callable[[int], list[Stage]]
     trained_of: Callable[[int], list[list[str]]]
+    test: Job | None = None
     _points: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
+    _trained: dict[int, list[list[str]]] = field(default_factory=dict)
 
     def stages(self, seed: int) -> list[Stage]:
         """Recipes and terms, built once (building one adds its training and merge jobs to the study)."""
@@ -46,7 +50,9 @@ class Candidate:
 
     def trained(self, seed: int, stage: int = -1) -> list[str]:
         """Ids of the training jobs behind the model after `stage`."""
-        return self.trained_of(seed)[stage]
+        if seed not in self._trained:
+            self._trained[seed] = self.trained_of(seed)
+        return self._trained[seed][stage]
 
     def stage_label(self, stage: int) -> int | None:
         """Position in the sequence, or None outside sequences."""

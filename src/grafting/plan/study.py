@@ -2,37 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from grafting.config.schema import Config, Source
 from grafting.errors import UserError
-from grafting.plan.code import code_digest
-from grafting.plan.jobs import Job, key_of
+from grafting.plan.aliases import Aliases
+from grafting.plan.code import own_digest, project_aliases
+from grafting.plan.jobs import Job, key_of, point_keys
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
 from grafting.plan.reporting import report_of
 from grafting.plan.sources import files_of
-from grafting.provenance.files import digest
 from grafting.tasks import known_priors, known_tasks
 from grafting.tasks.stage import BUILDERS
 from grafting.training.objectives import OBJECTIVES
 
+#: What an evaluated point may be labelled with, beside its split.
+LABELS = (
+    "protocol", "style", "family", "method", "task", "seed", "model_seed", "donor", "scale", "mask", "lr", "operator",
+    "stage",
+)  # fmt: skip
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No search for garbage while a plan grows: nothing of it is garbage, and the search took half of the time."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
 
 class Study:
-    """All jobs of one configuration. `jobs` maps ids to jobs in an order in which they could run."""
+    """All jobs of one configuration. `jobs` maps ids to jobs in an order in which they could run.
 
-    def __init__(self, config: Config) -> None:
+    aliases: what is declared equal to something older; the project's `aliases.yaml` by default.
+    """
+
+    def __init__(self, config: Config, aliases: Aliases | None = None) -> None:
         self.config = config
         self.jobs: dict[str, Job] = {}
         self.families: list[Family] = []
         self.evaluations: list[dict] = []
         self.selections: list[dict] = []
         self.rollouts: list[dict] = []
-        self.task_data = {task: self._task(task) for task in config.tasks}
-        self.prior_data = self._prior()
-        for model_seed in config.model_seeds:
-            self._one_lineage(model_seed)
-        self.report = self.add("report", config.preset, *report_of(self))
+        self.aliases = project_aliases() if aliases is None else aliases
+        # every scale, mask and family of an update asks for its training again
+        self.train = cache(self.train)
+        with without_collection():
+            self.task_data = {task: self._task(task) for task in config.tasks}
+            self.prior_data = self._prior()
+            for model_seed in config.model_seeds:
+                self._one_lineage(model_seed)
+            self.report = self.add("report", config.preset, *report_of(self))
 
     def add(
         self,
@@ -44,19 +73,36 @@ class Study:
         alternatives: dict[str, Job] | None = None,
         places: dict[str, str] | None = None,
     ) -> str:
-        """Add a job unless it is there; returns its id. `code`: entry and parts for `code_digest`."""
-        job = Job(
-            stage,
-            name,
-            spec,
-            {role: refs for role, refs in inputs.items() if refs},
-            code_digest(*(code or (stage,))),
-            code or (stage,),
-            places or {},
-            alternatives or {},
-        )
+        """Add a job unless it is there; returns its id. `code`: entry and parts for `own_digest`."""
+        job = self._job(stage, name, spec, inputs, code or (stage,), alternatives, places)
         self.jobs.setdefault(job.id, job)
         return job.id
+
+    def _job(
+        self,
+        stage: str,
+        name: str,
+        spec: dict,
+        inputs: dict[str, list[str]],
+        entry: tuple[str, ...],
+        alternatives: dict[str, Job] | None = None,
+        places: dict[str, str] | None = None,
+    ) -> Job:
+        """A job that is not added; it takes the older key that its own is declared equal to."""
+        inputs = {role: refs for role, refs in inputs.items() if refs}
+        job = Job(stage, name, spec, inputs, self._code(*entry), entry, places or {}, alternatives or {})
+        applied = [*self.aliases.steps("code", own_digest(*entry)), *self.aliases.steps("keys", job.own_key)]
+        if not applied:
+            return job
+        known_as = self.aliases.resolve("keys", job.own_key)
+        return replace(
+            job,
+            known_as=known_as if known_as != job.own_key else "",
+            aliases=[alias.to_json() for alias in applied],
+        )
+
+    def _code(self, *entry: str) -> str:
+        return self.aliases.resolve("code", own_digest(*entry))
 
     # ---- data and models ------------------------------------------------------------------------
     def _task(self, task: str) -> str:
@@ -226,21 +272,7 @@ class Study:
             )
 
     def _labels(self, protocol: str) -> dict[str, Any]:
-        return {
-            "protocol": protocol,
-            "style": None,
-            "family": None,
-            "method": None,
-            "task": None,
-            "seed": None,
-            "model_seed": self.m,
-            "donor": None,
-            "scale": None,
-            "mask": "none",
-            "lr": None,
-            "operator": None,
-            "stage": None,
-        }
+        return {**dict.fromkeys(LABELS), "protocol": protocol, "model_seed": self.m, "mask": "none"}
 
     def evaluate(
         self, name: str, split: str, points: list[dict], inputs: dict[str, list[str]], tasks: Iterable[str]
@@ -265,25 +297,9 @@ class Study:
             if estimator in estimators:
                 inputs[f"sensitivity_{estimator}"] = [job_id]
         settings = {"split": split, **self.config.evaluation.model_dump()}
-        code = code_digest("evaluate")
-        keyed = [{**point, "key": self._point_key(point["recipe"], settings, inputs, code)} for point in points]
-        return Job(
-            "evaluate",
-            f"{split}.{name}",
-            {**settings, "points": keyed},
-            {role: refs for role, refs in inputs.items() if refs},
-            code,
-            ("evaluate",),
-        )
-
-    def _point_key(self, recipe: dict | None, settings: dict, inputs: dict[str, list[str]], code: str) -> str:
-        read = {role: [key_of(ref) for ref in inputs[role]] for role in ("model", "prior", "tasks")}
-        if recipe is not None:
-            read["terms"] = [[key_of(inputs["trained"][i]), key_of(inputs["donor"][i])] for i in recipe["terms"]]
-            if (mask := recipe.get("mask")) and (role := f"sensitivity_{mask['estimator']}") in inputs:
-                read["sensitivity"] = [key_of(ref) for ref in inputs[role]]
-        content = None if recipe is None else {key: value for key, value in recipe.items() if key != "terms"}
-        return digest(["point", content, settings, read, code])
+        keys = point_keys(points, settings, inputs, self._code("evaluate"))
+        keyed = [{**point, "key": key} for point, key in zip(points, keys, strict=True)]
+        return self._job("evaluate", f"{split}.{name}", {**settings, "points": keyed}, inputs, ("evaluate",))
 
     def _record(self, job_id: str, labels: dict, trained: list[str], point: dict | None = None) -> None:
         """Tell the report which point of which evaluation is what."""
@@ -303,21 +319,18 @@ class Study:
     def sweep(self, candidates: list[Candidate], name: str, tasks: list[str]) -> None:
         """One validation job per seed for candidates that share their inputs; each candidate is told its points."""
         for seed in self.config.seeds:
-            points, inputs = [], {"trained": [], "donor": []}
+            points: list[dict] = []
+            pairs: dict[tuple[str, str], int] = {}
             for candidate in candidates:
                 for stage, (recipe, terms) in enumerate(candidate.stages(seed)):
-                    for term in terms:
-                        if list(term) not in [list(t) for t in zip(inputs["trained"], inputs["donor"], strict=True)]:
-                            inputs["trained"].append(term[0])
-                            inputs["donor"].append(term[1])
-                    pairs = list(zip(inputs["trained"], inputs["donor"], strict=True))
                     points.append(
                         {
                             "name": candidate.point_name(stage),
-                            "recipe": {**recipe, "terms": [pairs.index(tuple(t)) for t in terms]},
+                            "recipe": {**recipe, "terms": [pairs.setdefault(tuple(t), len(pairs)) for t in terms]},
                             "labels": {"seed": seed, "stage": candidate.stage_label(stage)},
                         }
                     )
+            inputs = {"trained": [trained for trained, _ in pairs], "donor": [donor for _, donor in pairs]}
             job_id = self.evaluate(f"{name}.s{seed}.m{self.m}", "val", points, inputs, tasks)
             for candidate, point, stage in self._in_order(candidates, self.jobs[job_id].spec["points"], seed):
                 candidate.found(seed, stage, job_id, point["key"])
@@ -340,6 +353,7 @@ class Study:
         """Selection on validation data, then the test of what was selected, once, over all seeds."""
         name = f"{family.protocol}.{family.style}.{family.name}.{family.task}.m{self.m}"
         evaluations = list(dict.fromkeys(job for c in family.candidates for job, _, _ in c.final_points()))
+        places = {job: n for n, job in enumerate(evaluations)}
         candidates = [
             {
                 "name": c.name,
@@ -352,8 +366,7 @@ class Study:
                     },
                 },
                 "points": [
-                    {"evaluation": evaluations.index(job), "point": key, "seed": seed}
-                    for job, key, seed in c.final_points()
+                    {"evaluation": places[job], "point": key, "seed": seed} for job, key, seed in c.final_points()
                 ],
             }
             for c in family.candidates
@@ -402,6 +415,12 @@ class Study:
                 ] = model
 
     def _test_of(self, candidate: Candidate, name: str, tasks: list[str]) -> Job:
+        """The test of one candidate over all seeds; families share it."""
+        if candidate.test is None:
+            candidate.test = self._new_test_of(candidate, name, tasks)
+        return candidate.test
+
+    def _new_test_of(self, candidate: Candidate, name: str, tasks: list[str]) -> Job:
         points, inputs = [], {"trained": [], "donor": []}
         for seed in self.config.seeds:
             for stage, (recipe, terms) in enumerate(candidate.stages(seed)):
@@ -420,10 +439,11 @@ class Study:
         return self._evaluation(name, "test", points, inputs, tasks)
 
     def _merge_of(self, candidate: Candidate, name: str, seed: int) -> Job:
+        """The selected model of one candidate, written out."""
         recipe, terms = candidate.stages(seed)[-1]
         inputs = {"model": [self.models["deployed"]], "trained": [t for t, _ in terms], "donor": [d for _, d in terms]}
         mask = recipe.get("mask")
         if mask and mask["estimator"] in self.sensitivity:
             inputs[f"sensitivity_{mask['estimator']}"] = [self.sensitivity[mask["estimator"]]]
         recipe = {**recipe, "terms": list(range(len(terms)))}
-        return Job("merge", name, {"recipe": recipe}, inputs, code_digest("merge"), ("merge",))
+        return self._job("merge", name, {"recipe": recipe}, inputs, ("merge",))

@@ -1,4 +1,7 @@
-"""What a sidecar records about the circumstances of a job. No secrets: nothing of the environment's variables."""
+"""What a sidecar records about the circumstances of a job.
+
+No secrets: of the environment only the variables of a short list, and neither paths nor the machine's name.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,31 @@ import sys
 from importlib import metadata
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", "numpy", "pandas", "snakemake", "dvc")
+
+#: Variables that can move bytes or times: threads, memory, devices, offline modes, the cluster's job.
+ENVIRONMENT = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "GOMP_SPINCOUNT",
+    "HF_HUB_OFFLINE",
+    "MALLOC_ARENA_MAX",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MKL_NUM_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "PYTHONHASHSEED",
+    "SLURM_JOB_ID",
+    "TOKENIZERS_PARALLELISM",
+    "TRANSFORMERS_OFFLINE",
+)
+
+
+def environment() -> dict[str, str]:
+    """The variables of `ENVIRONMENT` that are set."""
+    return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
 
 
 def versions() -> dict[str, str]:

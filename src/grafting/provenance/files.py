@@ -8,15 +8,23 @@ import os
 from pathlib import Path
 from typing import Any
 
+#: made once: `json.dumps` with arguments makes a new one per call
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
 
 def canonical(value: Any) -> str:
     """Canonical JSON: sorted keys, no blanks, floats by repr; equal values give equal strings."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 def digest(value: Any, length: int = 12) -> str:
     """First `length` hex digits of the SHA-256 of the canonical JSON of `value`."""
-    return hashlib.sha256(canonical(value).encode()).hexdigest()[:length]
+    return text_digest(canonical(value), length)
+
+
+def text_digest(text: str, length: int = 12) -> str:
+    """First `length` hex digits of the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
 def file_digest(path: Path) -> str:

@@ -1,33 +1,29 @@
-"""Why a job is to be run again, and where a result comes from."""
+"""Where a result comes from: the artefact that a path means, and the tree behind it, down to data and code."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from grafting.errors import UserError
-from grafting.plan.code import MANIFESTS
-from grafting.plan.jobs import STAGES, Job, key_of
+from grafting.plan.aliases import Alias, Aliases
+from grafting.plan.jobs import STAGES
 from grafting.provenance.store import Store
 
 
-def flatten(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Leaves of nested mappings and lists as (dotted path, value)."""
-    if isinstance(value, dict) and value:
-        for key in sorted(value):
-            yield from flatten(value[key], f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list) and value:
-        for i, item in enumerate(value):
-            yield from flatten(item, f"{path}[{i}]")
-    else:
-        yield path, value
+def find(target: str, ids: list[str], root: Path = Path(".")) -> str:
+    """The one id that `target` means: an id, its name without key, a path of its sentinel, payload, log or result.
 
-
-def find(target: str, ids: list[str]) -> str:
-    """The one id that `target` means: an id, its name without key, a path of its sentinel, payload or log."""
+    root: the study's folder, for links such as `results/models/<name>`.
+    """
     text = target.removeprefix("./").rstrip("/")
+    if text.startswith("results/models/"):
+        link = root / "/".join(text.split("/")[:3])
+        if not link.is_symlink():
+            raise UserError(f"{target}: no such model; results/models/ holds links to the selected ones")
+        text = link.readlink().as_posix()
+        text = "store/" + text.rpartition("store/")[2]
     for folder in ("provenance/", "store/", "work/logs/", "work/"):
         text = text.removeprefix(folder)
     for ending in (".json", ".log"):
@@ -36,7 +32,9 @@ def find(target: str, ids: list[str]) -> str:
         text = "report/" + text.removeprefix("results/report-")
     elif text.startswith("results/"):
         text = "report/"
-    exact = [i for i in ids if i == text or i.rpartition("-")[0] == text]
+    # a file inside a payload
+    inner = "/".join(text.split("/")[:2])
+    exact = [i for i in ids if i in (text, inner) or i.rpartition("-")[0] == text]
     found = exact or [i for i in ids if i.startswith(text)] or [i for i in ids if text in i]
     if len(found) == 1:
         return found[0]
@@ -47,73 +45,14 @@ def find(target: str, ids: list[str]) -> str:
     raise UserError(f"{target}: means {len(found)} jobs; name one of them:\n  {shown}{more}")
 
 
-def _earlier(job: Job, store: Store, since: str | None) -> dict | None:
-    """Sentinel of the same readable name with another key: of a git revision, or the latest at hand."""
-    if since is None:
-        found = [store.read(i) for i in store.with_name(job.stage, job.name) if i != job.id]
-    else:
-        folder = f"provenance/{job.stage}/"
-        names = _git(store.root, "ls-tree", "--name-only", since, folder).split()
-        names = [n for n in names if Path(n).stem.rpartition("-")[0] == job.name and Path(n).stem != Path(job.id).name]
-        found = [json.loads(_git(store.root, "show", f"{since}:{name}")) for name in names]
-    return max(found, key=lambda sidecar: sidecar.get("finished", ""), default=None)
+def trace(job_id: str, store: Store, aliases: Aliases | None = None) -> Iterator[str]:
+    """The tree below an artefact, down to data and code: one line each, a repeated one only named.
 
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
-
-
-def why(job: Job, store: Store, since: str | None = None) -> list[str]:
-    """What of the job's key differs from an earlier artefact of the same name, as lines for a person."""
-    if store.sentinel(job.id).exists() and since is None:
-        lines = [f"{job.id} is done: nothing to run."]
-    else:
-        lines = [f"{job.id} is not done."]
-    old = _earlier(job, store, since)
-    if old is None:
-        return [*lines, "There is no earlier artefact of this name to compare with."]
-    lines.append(f"Compared with {old['id']}" + (f" of {since}:" if since else ":"))
-    changes = []
-    if "spec" in old:
-        before, after = dict(flatten(old["spec"])), dict(flatten(job.spec))
-        for path in sorted(before.keys() | after.keys()):
-            if before.get(path) != after.get(path):
-                was = repr(before[path]) if path in before else "(absent)"
-                now = repr(after[path]) if path in after else "(absent)"
-                changes.append(f"  spec {path}: {was} -> {now}")
-    for role in sorted(old.get("inputs", {}).keys() | job.inputs.keys()):
-        was, now = old.get("inputs", {}).get(role, []), job.inputs.get(role, [])
-        if [key_of(r) for r in was] != [key_of(r) for r in now]:
-            gone, new = [r for r in was if r not in now], [r for r in now if r not in was]
-            changes.append(f"  input {role}: {', '.join(gone) or '(none)'} -> {', '.join(new) or '(none)'}")
-    if old.get("code") not in (None, job.code):
-        changes += _code_changes(old["code"], job.code, store)
-    return [*lines, *(changes or ["  nothing that is recorded differs"])]
-
-
-def _code_changes(old: str, new: str, store: Store) -> list[str]:
-    now = MANIFESTS.get(new)
-    path = store.code(old)
-    if now is None or not path.exists():
-        return [f"  code: {old} -> {new} (no record of the old modules)"]
-    before = json.loads(path.read_text(encoding="utf-8"))
-    lines = []
-    for part, word in (("modules", "module"), ("libraries", "library")):
-        for name in sorted(before[part].keys() | now[part].keys()):
-            was, is_now = before[part].get(name), now[part].get(name)
-            if was != is_now:
-                change = "added" if was is None else "removed" if is_now is None else "changed"
-                values = f" ({was} -> {is_now})" if part == "libraries" and was and is_now else ""
-                lines.append(f"  {word} {name}: {change}{values}")
-    return lines
-
-
-def trace(job_id: str, store: Store) -> Iterator[str]:
-    """The tree below an artefact, down to data: one line each, a repeated one only named."""
+    aliases: entries of `aliases.yaml`, shown where an older key or digest stands for a newer one.
+    """
     seen: set[str] = set()
+    codes: list[str] = []
+    declared = list(aliases or ())
 
     def walk(reference: str, depth: int) -> Iterator[str]:
         name = reference.partition(":")[0]
@@ -123,25 +62,64 @@ def trace(job_id: str, store: Store) -> Iterator[str]:
             return
         seen.add(name)
         side = store.read(name)
+        for alias in [a for a in declared if a.old in (side.get("key"), side.get("code"))] + [
+            a for a in (Alias(**entry) for entry in side.get("aliases", [])) if a not in declared
+        ]:
+            yield f"{indent}  {alias}"
         if "link" in side:
-            yield f"{indent}{reference}  = chosen:"
-            yield from walk(side["inputs"]["selection"][0], depth + 1)
-            yield from walk(side["link"], depth + 1)
+            # a job that hangs on a selection, or one whose equal was made under another name
+            selections = side.get("inputs", {}).get("selection", [])
+            yield f"{indent}{reference}  = {_title(side, selections)}:"
+            for below in [*selections, side["link"]]:
+                yield from walk(below, depth + 1)
             return
-        git, cost = side.get("git", {}), side.get("cost", {})
-        revision = (git.get("revision") or "no commit")[:10] + ("+changes" if git.get("dirty") else "")
-        seed = f", seed {side['spec']['seed']}" if "seed" in side.get("spec", {}) else ""
-        yield (
-            f"{indent}{reference}  code {side.get('code')}, git {revision}{seed}, "
-            f"{cost.get('cpu_seconds', 0):.0f} CPU s, {side.get('finished')}"
-        )
+        codes.append(side.get("code"))
+        yield f"{indent}{reference}  {_facts(side)}"
         for role in sorted(side.get("inputs", {})):
             for below in side["inputs"][role]:
                 yield from walk(below, depth + 1)
-        for entry in side.get("spec", {}).get("files", []):
-            yield f"{indent}  file {entry['name']}  sha256 {entry['sha256']}"
+        for line in _origin(side):
+            yield f"{indent}  {line}"
 
     yield from walk(job_id, 0)
+    for code in dict.fromkeys(codes):
+        yield from _code(code, store)
+
+
+def _title(side: dict, selections: list[str]) -> str:
+    return f"the chosen {side.get('choice', '')}".rstrip() if selections else "the equal"
+
+
+def _facts(side: dict) -> str:
+    git, cost, spec = side.get("git", {}), side.get("cost", {}), side.get("spec", {})
+    revision = (git.get("revision") or "no commit")[:10] + ("+changes" if git.get("dirty") else "")
+    seed = f", seed {spec['seed']}" if "seed" in spec else ""
+    return (
+        f"code {side.get('code')}, git {revision}{seed}, {cost.get('cpu_seconds', 0):.0f} CPU s, {side.get('finished')}"
+    )
+
+
+def _origin(side: dict) -> Iterator[str]:
+    """Where data and models without inputs come from."""
+    spec = side.get("spec", {})
+    if "builder" in spec:
+        options = ", ".join(f"{k} {v}" for k, v in sorted(spec.items()) if k not in ("builder", "files"))
+        yield f"built by {spec['builder']}: {options}"
+    for entry in spec.get("files", []):
+        yield f"file {entry['name']}  sha256 {entry['sha256']}"
+    if "source" in spec:
+        yield "source " + ", ".join(f"{k} {v}" for k, v in sorted(spec["source"].items()))
+
+
+def _code(code: str, store: Store) -> Iterator[str]:
+    try:
+        manifest = json.loads(store.code(code).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        yield f"code {code}: no record of its modules"
+        return
+    libraries = ", ".join(f"{name} {version}" for name, version in sorted(manifest["libraries"].items()))
+    names = [*manifest["modules"], *manifest.get("files", {})]
+    yield f"code {code}: {', '.join(name.removeprefix('grafting.') for name in names)}; {libraries or 'no library'}"
 
 
 def all_ids(store: Store) -> list[str]:

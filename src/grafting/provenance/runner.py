@@ -179,8 +179,9 @@ def execute(
     """
     concrete = job
     if job.alternatives:
-        choice = json.loads((store.payload(job.inputs["selection"][0]) / "choice.json").read_text(encoding="utf-8"))
-        concrete = job.alternatives[choice["choice"]]
+        path = store.payload(job.inputs["selection"][0]) / "choice.json"
+        choice = json.loads(path.read_text(encoding="utf-8"))["choice"]
+        concrete = job.alternatives[choice]
     # two jobs that chose the same candidate, or a requeued job beside its first run, wait for each other
     with store.lock(concrete.stage, concrete.key):
         existing = store.with_key(concrete.stage, concrete.key)
@@ -194,9 +195,16 @@ def execute(
             "key": job.key,
             "stage": job.stage,
             "name": job.name,
+            "spec": job.spec,
             "inputs": job.inputs,
+            "code": job.code,
             "link": existing,
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+        if job.alternatives:
+            linked |= {"choice": choice, "alternatives": {name: way.key for name, way in job.alternatives.items()}}
+        if job.aliases:
+            linked["aliases"] = job.aliases
         store.write(job.id, linked)
 
 
@@ -231,12 +239,15 @@ def _compute(job: Job, store: Store, function, terminal, settings, started) -> N
             "spec": job.spec,
             "inputs": job.inputs,
             "code": job.code,
+            **({"aliases": job.aliases} if job.aliases else {}),
+            "seed": job.spec.get("seed"),
             "payload": files,
             "metrics": running.metrics,
             "cost": cost,
             "versions": facts.versions(),
             "git": facts.git_state(),
             "host": facts.host(),
+            "environment": facts.environment(),
             # 1, and one more for every interrupted run whose work this one went on from
             "sessions": account["sessions"],
             "started": began.isoformat(timespec="seconds"),
@@ -295,7 +306,9 @@ def run(target: str, arguments: list[str]) -> int:
         store = Store()
         if module not in sys.modules:
             _same_code(job)
-        for code in {job.code, *(way.code for way in job.alternatives.values())}:
+        ways = (job, *job.alternatives.values())
+        declared = {alias["new"] for way in ways for alias in way.aliases if alias["kind"] == "code"}
+        for code in {way.code for way in ways} | declared:
             store.keep_code(code, lambda code=code: read_manifest(options.plan, code))
         execute(job, store, getattr(importlib.import_module(module), name), terminal, settings, started)
     except saving.Stopped as stop:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from grafting.plan.planfile import write_plan
 from grafting.provenance import runner
 from grafting.provenance.files import canonical, write_json
 from grafting.provenance.store import Store
-from grafting.provenance.versioning import untracked
 
 KEY = "0123456789ab"
 
@@ -86,14 +84,6 @@ def test_missing_payload_is_named(tmp_path):
     store.sentinel(f"train/x-{KEY}").write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
         store.payload(f"train/x-{KEY}")
-
-
-def test_only_complete_payloads_are_versioned(tmp_path):
-    for name in ("done", "half"):
-        (tmp_path / "store" / "train" / f"{name}-{KEY}").mkdir(parents=True)
-    write_json(tmp_path / "provenance" / "train" / f"done-{KEY}.json", {})
-    (tmp_path / "store" / "train.dvc").write_text("outs:\n- md5: 00.dir\n  path: train\n")
-    assert untracked(tmp_path) == [Path(f"store/train/done-{KEY}")]
 
 
 def test_full_disk_is_a_message_and_not_a_traceback(tmp_path, monkeypatch, capfd):

@@ -12,16 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from grafting.errors import UserError
-from grafting.provenance.files import file_digest, write_json
-
-
-def describe(folder: Path) -> dict[str, dict]:
-    """Size and hash of every file below a folder, by its path in it."""
-    return {
-        path.relative_to(folder).as_posix(): {"sha256": file_digest(path), "bytes": path.stat().st_size}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+from grafting.provenance import integrity
+from grafting.provenance.files import write_json
+from grafting.provenance.hashing import describe
 
 
 class Store:
@@ -71,18 +64,47 @@ class Store:
             job_id = link
         return job_id
 
-    def payload(self, reference: str) -> Path:
-        """Folder of a payload (or of its subfolder); UserError naming it if it is not there."""
+    def folder(self, reference: str) -> Path:
+        """Where a payload (or its subfolder) lies, or would lie if it were here; links are followed."""
         job_id, _, subfolder = reference.partition(":")
-        target = self.target(job_id)
-        path = self.root / "store" / target / subfolder
-        if not path.exists():
+        return self.root / "store" / self.target(job_id) / subfolder
+
+    def payload(self, reference: str) -> Path:
+        """Folder of a payload (or of its subfolder), whole and as its sidecar describes it.
+
+        One that is absent is fetched from DVC's cache or remote. Errors: UserError that names it if it is
+        nowhere to be had, or if a file is not what was published.
+        """
+        target = self.target(reference.partition(":")[0])
+        files = self.read(target).get("payload", {})
+        folder, path = self.root / "store" / target, self.folder(reference)
+        if not path.exists() or integrity.absent(folder, files):
+            self._fetch(target, files, path)
+        if wrong := integrity.altered(self.intact(target), folder, files):
             raise UserError(
-                f"{path}: the payload of {target} is absent although its sentinel exists; "
-                "bring it back with `.venv/bin/dvc checkout` or `dvc pull`, "
-                f"or delete {self.sentinel(target)} to recompute it"
+                f"{folder / wrong[0]}: altered or cut off, its size or hash is not the recorded one; "
+                "`grafting repair --deep` brings the payload back from DVC, or has it made again"
             )
         return path
+
+    def _fetch(self, target: str, files: dict[str, dict], path: Path) -> None:
+        from grafting.provenance.fetch import bring
+
+        stage, _, name = target.partition("/")
+        # jobs that need the same payload wait for the first; a running job holds another lock, its own
+        with self.lock(stage, name.rpartition("-")[2]):
+            reason = bring(self, target, files) if integrity.absent(self.root / "store" / target, files) else None
+        if not path.exists():
+            raise UserError(
+                f"{path}: the payload of {target} is absent although its sentinel exists"
+                + (f" ({reason})" if reason else "")
+                + "; bring it back with `.venv/bin/dvc checkout` or `dvc pull`, "
+                f"or let `grafting repair` remove {self.sentinel(target)} so that it is made again"
+            )
+
+    def intact(self, job_id: str) -> Path:
+        """Where is noted which files of a payload were found unaltered, and when they had been changed last."""
+        return self.root / "work" / "intact" / f"{job_id}.json"
 
     def code(self, code: str) -> Path:
         """Path of the record of what a code digest is made of."""
@@ -136,19 +158,33 @@ class Store:
         if not files:
             return files
         place = self.root / "store" / job_id
-        place.parent.mkdir(parents=True, exist_ok=True)
         if place.exists() and not self.sentinel(job_id).exists() and describe(place) != files:
             # a payload without its sentinel that is not ours either: what an interrupted copy or checkout left
-            remains = self.aside(job_id + ".remains")
-            os.replace(place, remains)
-            shutil.rmtree(remains, ignore_errors=True)
+            self.remove(job_id)
+        if not self.settle(job_id, aside):
+            files = describe(place)
+        integrity.note(self.intact(job_id), place, files)
+        return files
+
+    def remove(self, job_id: str) -> None:
+        """Remove a payload from the store: out of sight by one rename, then file by file."""
+        remains = self.aside(job_id + ".remains")
+        os.replace(self.root / "store" / job_id, remains)
+        shutil.rmtree(remains, ignore_errors=True)
+        self.intact(job_id).unlink(missing_ok=True)
+
+    def settle(self, job_id: str, aside: Path) -> bool:
+        """Rename a folder to the payload's place; if there is one already, that stays and ours is dropped (False)."""
+        place = self.root / "store" / job_id
+        place.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.rename(aside, place)
         except OSError:
             if not place.exists():
                 raise
             shutil.rmtree(aside, ignore_errors=True)
-        return files
+            return False
+        return True
 
     def write(self, job_id: str, sidecar: dict) -> None:
         """Write the sentinel, last of all and atomically."""

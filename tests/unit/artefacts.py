@@ -36,7 +36,7 @@ def artefact(store: Store, job: Job, files: dict[str, str] | None = None) -> str
 
 def made(store: Store, name: str, stage: str = "train", **files: str) -> str:
     """A finished job of this name; its payload is `file.txt` with a text of its own unless given."""
-    return artefact(store, Job(stage, name, {}, {}, "c"), files or {"file.txt": f"payload of {name}"})
+    return artefact(store, Job(stage, name, {"name": name}, {}, "c"), files or {"file.txt": f"payload of {name}"})
 
 
 def git(folder: Path, *arguments: str) -> str:

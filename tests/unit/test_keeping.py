@@ -166,7 +166,7 @@ def test_gc_keeps_what_any_ref_work_tree_or_plan_names(store, tmp_path):
         place = {"branch": "refs/heads/b", "tag": "refs/tags/t", "experiment": "refs/exps/ab/cdef/exp-1"}[name]
         git(store.root, "update-ref", place, "HEAD")
         git(store.root, "checkout", "-q", "main")
-    git(store.root, "worktree", "add", "-q", str(tmp_path / "tree"), "main")
+    git(store.root, "worktree", "add", "-q", "--detach", str(tmp_path / "tree"), "main")
     (tmp_path / "tree" / sentinels["worktree"]).parent.mkdir(parents=True)
     (store.root / sentinels["worktree"]).rename(tmp_path / "tree" / sentinels["worktree"])
     for name in ("planned", "unnamed"):
@@ -307,8 +307,9 @@ def test_a_full_or_read_only_disk_is_a_message_and_changes_nothing(store, mounts
     after = {path: h for path, h in snapshot(store.root).items() if not path.startswith(f"store/{job.id}")}
     assert after == before and not store.sentinel(job.id).exists()
     # with room again, the same command ends well
-    again = subprocess.run([sys.executable, "-c", RUN, "--plan", str(plan), "--job", job.id], cwd=store.root,
-                           env={**os.environ, "PYTHONPATH": f"{store.root}:{os.environ.get('PYTHONPATH', '')}"})  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": f"{store.root}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", RUN, "--plan", str(plan), "--job", job.id]
+    again = subprocess.run(command, cwd=store.root, env=environment, check=False)
     assert again.returncode == 0 and store.payload(job.id).is_dir()
 
 

@@ -1,5 +1,6 @@
 """DVC's cache and lists as this package keeps them, and payloads fetched from them."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import yaml
 from artefacts import git, made, snapshot, under_dvc
 
 from grafting.errors import UserError
+from grafting.provenance import cache as cache_module
 from grafting.provenance import hashing, integrity
 from grafting.provenance.cache import Cache, pointed
 from grafting.provenance.fetch import bring
@@ -228,7 +230,25 @@ def test_link_types_are_those_that_work(store):
     local.write_text("[cache]\n    type = copy\n")
     with Cache(store.root) as cache:
         cache.links()
-    assert f"type = {','.join(usable)}" in local.read_text()
+    with Cache(store.root) as cache:
+        assert cache.repo.config["cache"]["type"] == usable
+
+
+def test_a_file_with_as_many_names_as_it_can_have_is_copied(store, monkeypatch):
+    made(store, "a", **{"file.txt": "same"})
+    add_payloads(store)
+    second = made(store, "b", **{"file.txt": "same"})
+
+    def full(*arguments, links, transfer=cache_module.transfer):
+        if "hardlink" in links:
+            raise OSError(errno.EMLINK, "Too many links")
+        transfer(*arguments, links=links)
+
+    monkeypatch.setattr(cache_module, "transfer", full)
+    add_payloads(store)
+    path = store.root / "store" / second / "file.txt"
+    assert path.read_text() == "same" and path.stat().st_nlink == 1
+    assert len(listed(store)) == 2
 
 
 # ---- fetching --------------------------------------------------------------------------------------
@@ -296,7 +316,7 @@ def test_an_altered_file_that_nobody_else_has_is_not_put_in_place(store):
         path = cache.path(files["file.txt"]["md5"])
     path.chmod(0o644)
     path.write_text("Payload of a")
-    assert "altered" in bring(store, job_id, files)
+    assert "altered" in bring(store, {job_id: files})[job_id]
     assert not (store.root / "store" / job_id).exists()
 
 

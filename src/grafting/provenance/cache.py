@@ -9,6 +9,7 @@ This module imports DVC (a second), so nothing that runs while Snakemake reads i
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -49,11 +50,9 @@ class Cache:
             raise UserError(f"{self.root.resolve()}: not under DVC (no .dvc folder); `dvc init` makes one")
         # DVC's advice to stage store/*.dvc, and its list of missing files, say nothing new to our readers
         logging.getLogger("dvc").setLevel(logging.ERROR)
-        self.repo = Repo(str(self.root))
         try:
-            _ = self.repo.scm
+            self.repo = Repo(str(self.root))
         except SCMError:  # a folder without git can still be versioned
-            self.repo.close()
             self.repo = Repo(str(self.root), config={"core": {"no_scm": True}})
         self.objects = self.repo.cache.local
 
@@ -141,7 +140,13 @@ class Cache:
         """Make `target` the cached file with this MD5, by the best link type there is; atomic."""
         aside = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            transfer(localfs, str(self.path(md5)), localfs, str(aside), links=[*links, "copy"])
+            try:
+                transfer(localfs, str(self.path(md5)), localfs, str(aside), links=[*links, "copy"])
+            except OSError as error:
+                if error.errno != errno.EMLINK:
+                    raise
+                # a small file that tens of thousands of checkpoints share has as many names as it can have
+                transfer(localfs, str(self.path(md5)), localfs, str(aside), links=["copy"])
             os.replace(aside, target)
         finally:
             aside.unlink(missing_ok=True)

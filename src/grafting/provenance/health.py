@@ -146,7 +146,7 @@ def repair(store: Store, health: Health) -> Mended:
         files = store.read(job_id)["payload"]
         store.remove(job_id)
         _purge(store, [files[name].get("md5", "") for name in wrong])
-        if job_id in health.mendable and bring(store, job_id, files) is None:
+        if job_id in health.mendable and not bring(store, {job_id: files}):
             mended.restored.append(job_id)
         else:
             lost.add(job_id)

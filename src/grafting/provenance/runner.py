@@ -56,7 +56,7 @@ class RunningJob:
 
     def inputs(self, role: str) -> list[Path]:
         """Payload folders of the inputs with this role; empty if there are none."""
-        return [self.store.payload(reference) for reference in self.job.inputs.get(role, [])]
+        return self.store.payloads(self.job.inputs.get(role, []))
 
     def input(self, role: str) -> Path:
         """Payload folder of the one input with this role."""

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,37 +70,41 @@ class Store:
         return self.root / "store" / self.target(job_id) / subfolder
 
     def payload(self, reference: str) -> Path:
-        """Folder of a payload (or of its subfolder), whole and as its sidecar describes it.
+        """Folder of one payload; see `payloads`."""
+        return self.payloads([reference])[0]
 
-        One that is absent is fetched from DVC's cache or remote. Errors: UserError that names it if it is
-        nowhere to be had, or if a file is not what was published.
+    def payloads(self, references: Sequence[str]) -> list[Path]:
+        """Folders of payloads (or of their subfolders), whole and as their sidecars describe them.
+
+        Those that are absent are fetched from DVC's cache or remote, together. Errors: UserError that names one
+        that is nowhere to be had, or whose files are not what was published.
         """
-        target = self.target(reference.partition(":")[0])
-        files = self.read(target).get("payload", {})
-        folder, path = self.root / "store" / target, self.folder(reference)
-        if not path.exists() or integrity.absent(folder, files):
-            self._fetch(target, files, path)
-        if wrong := integrity.altered(self.intact(target), folder, files):
-            raise UserError(
-                f"{folder / wrong[0]}: altered or cut off, its size or hash is not the recorded one; "
-                "`grafting repair --deep` brings the payload back from DVC, or has it made again"
-            )
-        return path
+        targets = list(dict.fromkeys(self.target(reference.partition(":")[0]) for reference in references))
+        files = {target: self.read(target).get("payload", {}) for target in targets}
+        lacking = {target: files[target] for target in targets if self._lacks(target, files[target])}
+        reasons = {}
+        if lacking:
+            from grafting.provenance.fetch import bring
 
-    def _fetch(self, target: str, files: dict[str, dict], path: Path) -> None:
-        from grafting.provenance.fetch import bring
+            reasons = bring(self, lacking)
+        for target in targets:
+            folder = self.root / "store" / target
+            if self._lacks(target, files[target]):
+                raise UserError(
+                    f"{folder}: the payload of {target} is absent although its sentinel exists "
+                    f"({reasons.get(target, 'it vanished')}); bring it back with `.venv/bin/dvc checkout` or "
+                    f"`dvc pull`, or let `grafting repair` remove {self.sentinel(target)} so that it is made again"
+                )
+            if wrong := integrity.altered(self.intact(target), folder, files[target]):
+                raise UserError(
+                    f"{folder / wrong[0]}: altered or cut off, its size or hash is not the recorded one; "
+                    "`grafting repair --deep` brings the payload back from DVC, or has it made again"
+                )
+        return [self.folder(reference) for reference in references]
 
-        stage, _, name = target.partition("/")
-        # jobs that need the same payload wait for the first; a running job holds another lock, its own
-        with self.lock(stage, name.rpartition("-")[2]):
-            reason = bring(self, target, files) if integrity.absent(self.root / "store" / target, files) else None
-        if not path.exists():
-            raise UserError(
-                f"{path}: the payload of {target} is absent although its sentinel exists"
-                + (f" ({reason})" if reason else "")
-                + "; bring it back with `.venv/bin/dvc checkout` or `dvc pull`, "
-                f"or let `grafting repair` remove {self.sentinel(target)} so that it is made again"
-            )
+    def _lacks(self, target: str, files: dict[str, dict]) -> bool:
+        folder = self.root / "store" / target
+        return not folder.exists() or bool(integrity.absent(folder, files))
 
     def intact(self, job_id: str) -> Path:
         """Where is noted which files of a payload were found unaltered, and when they had been changed last."""

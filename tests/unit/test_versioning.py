@@ -217,6 +217,27 @@ def test_cache_on_another_file_system_is_linked_symbolically(store, tmp_path):
         shutil.rmtree(place, ignore_errors=True)
 
 
+def test_selected_models_are_under_dvc_at_fixed_places(store):
+    chosen, away = made(store, "chosen", "merge"), made(store, "away", "merge")
+    add_payloads(store)
+    models = store.root / "results" / "models"
+    models.mkdir(parents=True)
+    for name, job_id in (("wug", chosen), ("zup", away)):
+        (models / name).symlink_to(f"../../store/{job_id}", target_is_directory=True)
+    shutil.rmtree(store.root / "store" / away)
+    with Cache(store.root) as cache:
+        lost = store.read(away)["payload"]["file.txt"]["md5"]
+        cache.drop(lost)
+    for _ in range(2):  # the second time only zup is still a link
+        add_payloads(store)
+        with Cache(store.root) as cache:
+            listing = cache.listed(pointed((store.root / "results" / "models.dvc").read_text()))
+            md5 = store.read(chosen)["payload"]["file.txt"]["md5"]
+            assert listing == {"wug": {"file.txt": md5}, "zup": {"file.txt": lost}}
+            assert os.path.samefile(models / "wug" / "file.txt", cache.path(md5))
+    assert not (models / "wug").is_symlink() and (models / "zup").is_symlink()
+
+
 def test_link_types_are_those_that_work(store):
     with Cache(store.root) as cache:
         cache.objects.makedirs(cache.objects.path)

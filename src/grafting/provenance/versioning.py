@@ -99,24 +99,30 @@ def _add_models(store: Store, cache: Cache) -> None:
     The report leaves links to payloads there. They become folders of links to DVC's cache, which is what DVC
     itself makes of them on checkout; no file is kept twice. A model that is not here is listed all the same.
     """
+    from grafting.provenance.cache import pointed
+
     folder = store.root / "results" / "models"
     links = [path for path in sorted(folder.glob("*")) if path.is_symlink()]
     if not links:
         return
-    listing = {}
+    pointer, kinds = folder.with_name("models.dvc"), cache.links()
+    known = cache.listed(pointed(pointer.read_text(encoding="utf-8"))) if pointer.exists() else {}
+    listing = {name: files for name, files in (known or {}).items() if (folder / name).is_dir()}
     for link in links:
         payload = Path(os.path.normpath(folder / os.readlink(link))).relative_to(os.path.normpath(store.root / "store"))
         files = store.read(payload.as_posix())["payload"]
+        if any("md5" not in about for about in files.values()):
+            continue  # recorded by a version that noted none: its link stays a link
         listing[link.name] = {name: about["md5"] for name, about in files.items()}
         if cache.has(listing[link.name].values()):
             aside = folder / f".{link.name}.{os.getpid()}"
             for name, md5 in listing[link.name].items():
                 (aside / name).parent.mkdir(parents=True, exist_ok=True)
-                cache.place(md5, aside / name, cache.links())
+                cache.place(md5, aside / name, kinds)
             link.unlink()
             os.rename(aside, link)
-    pointer = folder.with_name("models.dvc")
-    write_text(pointer, cache.pointing(pointer, "models", listing, None))
+    if listing:
+        write_text(pointer, cache.pointing(pointer, "models", listing, None))
 
 
 def _with_md5(folder: Path, files: Mapping[str, Mapping]) -> dict[str, Mapping]:

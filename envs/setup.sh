@@ -17,9 +17,9 @@ merge_driver() { # lets git merge lists of payloads and results; only in a repos
     driver='.venv/bin/python -m grafting.provenance.merging %O %A %B'
     [ "$(git config --local merge.dvc.driver || true)" = "$driver" ] && return 0
     git config --local merge.dvc.name 'lists of payloads under DVC'
-    git config --local merge.dvc.driver "$driver"
     git config --local merge.ours.name 'results: ours, until the next run exports those of the merged study'
     git config --local merge.ours.driver true
+    git config --local merge.dvc.driver "$driver" # last: it says that all is set
 }
 
 usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }

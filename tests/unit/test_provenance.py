@@ -106,9 +106,10 @@ def test_canonical_json_refuses_nan_and_ignores_order():
 
 def test_report_replaces_the_marker_of_another(tmp_path):
     store = Store(tmp_path)
-    store.write("report/tiny-000000000000", {})
-    store.write("report/tiny-111111111111", {})
-    assert [p.name for p in (tmp_path / "results").iterdir()] == ["report-tiny-111111111111.json"]
+    store.write("report/tiny-000000000000", {"spec": 0})
+    store.write("report/tiny-111111111111", {"spec": 1})
+    assert sorted(p.name for p in (tmp_path / "results").iterdir()) == ["report-tiny-111111111111.json", "report.json"]
+    assert store.read("report/tiny-111111111111") == {"spec": 1}
 
 
 STAGE = """

@@ -389,3 +389,20 @@ def test_driver_fetches_lists_and_keeps_every_entry(store, tmp_path, monkeypatch
     assert (tmp_path / "ours").read_bytes() == before
     with pytest.raises(UserError, match="merge conflict"):
         pointed("<<<<<<< ours\nouts:\n")
+
+
+def test_reports_of_two_branches_are_no_conflict(store):
+    """git must not take them for one file that both sides renamed."""
+    settings = {"settings": {f"key{n}": n for n in range(100)}}
+    git(store.root, "config", "merge.ours.driver", "true")
+    store.write("report/smoke-000000000000", settings)
+    git(store.root, "add", "-A")
+    git(store.root, "commit", "-qm", "first")
+    for branch, digit in (("theirs", "1"), ("main", "2")):
+        git(store.root, "checkout", "-q", *(["-b"] if branch == "theirs" else []), branch)
+        store.write(f"report/smoke-{digit * 12}", {**settings, "branch": branch})
+        git(store.root, "add", "-A")
+        git(store.root, "commit", "-qm", branch)
+    git(store.root, "merge", "-q", "--no-edit", "theirs")
+    assert len(list((store.root / "results").glob("report-*.json"))) == 2
+    assert store.read(f"report/smoke-{'2' * 12}")["branch"] == "main"

@@ -31,19 +31,23 @@ class Store:
         """Path of the sentinel; it exists exactly if the artefact is complete.
 
         A report has no payload in the store: it is exported to `results/`, and so is its sentinel, which
-        therefore says which report is exported there.
+        therefore says which report is exported there. It holds nothing else, and the sidecar is
+        `results/report.json`: git would take two branches' long sentinels for one file renamed twice, a conflict.
         """
         if job_id.startswith("report/"):
             return self.root / "results" / f"{job_id.replace('/', '-')}.json"
         return self.root / "provenance" / f"{job_id}.json"
+
+    def _sidecar(self, job_id: str) -> Path:
+        return self.root / "results" / "report.json" if job_id.startswith("report/") else self.sentinel(job_id)
 
     def work(self, job_id: str) -> Path:
         """Folder of a job's resume state."""
         return self.root / "work" / job_id
 
     def read(self, job_id: str) -> dict:
-        """Content of the sentinel; UserError if it is absent or no JSON."""
-        path = self.sentinel(job_id)
+        """The sidecar, which is the sentinel's content; UserError if it is absent or no JSON."""
+        path = self._sidecar(job_id)
         try:
             sidecar = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(sidecar, dict):
@@ -193,8 +197,9 @@ class Store:
     def write(self, job_id: str, sidecar: dict) -> None:
         """Write the sentinel, last of all and atomically."""
         path = self.sentinel(job_id)
-        write_json(path, sidecar)
+        write_json(self._sidecar(job_id), sidecar)
         if job_id.startswith("report/"):
+            write_json(path, {"id": job_id})
             for other in path.parent.glob("report-*.json"):
                 if other != path:
                     other.unlink(missing_ok=True)

@@ -145,7 +145,7 @@ def compare(job_id: str, store: Store, scratch: Store) -> Verdict:
 
 
 def _other_machine(old: Mapping, new: Mapping) -> list[str]:
-    """Names of the deciding facts that differ."""
+    """Names of the deciding facts that differ; what only one side knows (of torch, when it is not needed) does not."""
     host = [k for k in DECIDING_HOST if old["host"].get(k) != new["host"].get(k)]
     return host + [
         k for k in sorted(new["versions"].keys() - BYSTANDERS) if old["versions"].get(k) != new["versions"][k]

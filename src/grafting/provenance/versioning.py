@@ -88,7 +88,7 @@ def add_payloads(store: Store) -> Added:
         if "DVC_EXP_NAME" in os.environ:
             # an experiment's commit holds what git knows, and the outputs of dvc.yaml; these are neither at first
             made = [*(store.root / "store").glob("*.dvc"), *(store.root / "results").glob("*.dvc")]
-            made += (store.root / "results").glob("report-*.json")
+            made += (store.root / "results").glob("report*.json")
             cache.repo.scm.add([str(path) for path in made])
     return added
 

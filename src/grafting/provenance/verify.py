@@ -145,15 +145,17 @@ def compare(job_id: str, store: Store, scratch: Store) -> Verdict:
 
 
 def _other_machine(old: Mapping, new: Mapping) -> list[str]:
-    """Names of the deciding facts that differ; what only one side knows (of torch, when it is not needed) does not."""
-    host = [k for k in DECIDING_HOST if old["host"].get(k) != new["host"].get(k)]
-    return host + [
-        k for k in sorted(new["versions"].keys() - BYSTANDERS) if old["versions"].get(k) != new["versions"][k]
-    ]
+    """Names of the deciding facts that differ. What only one side knows does not: torch's, where it is not needed."""
+    libraries = sorted(new["versions"].keys() - BYSTANDERS)
+    changed = []
+    for part, names in (("host", DECIDING_HOST), ("versions", libraries)):
+        pairs = {name: (old[part].get(name), new[part].get(name)) for name in names}
+        changed += [name for name, (was, now) in pairs.items() if was != now and None not in (was, now)]
+    return changed
 
 
 def _figures(old: Mapping, new: Mapping) -> list[str]:
-    before, after = dict(flatten(old)), dict(flatten(new))
+    before, after = (dict(flatten(side)) if side else {} for side in (old, new))
     wrong = []
     for name in sorted(before.keys() | after.keys()):
         was, now = before.get(name), after.get(name)

@@ -11,13 +11,15 @@ wanted() {
     (cd .venv && pwd -P)
 }
 
-merge_driver() { # lets git merge DVC's lists of payloads; only in a repository of our own
+merge_driver() { # lets git merge lists of payloads and results; only in a repository of our own
     [ "$(git rev-parse --is-inside-work-tree 2>/dev/null)" = true ] || return 0
     [ -z "$(git rev-parse --show-prefix)" ] || return 0
-    driver='.venv/bin/dvc git-hook merge-driver --ancestor %O --our %A --their %B'
+    driver='.venv/bin/python -m grafting.provenance.merging %O %A %B'
     [ "$(git config --local merge.dvc.driver || true)" = "$driver" ] && return 0
-    git config --local merge.dvc.name 'DVC merge driver'
-    git config --local merge.dvc.driver "$driver"
+    git config --local merge.dvc.name 'lists of payloads under DVC'
+    git config --local merge.ours.name 'results: ours, until the next run exports those of the merged study'
+    git config --local merge.ours.driver true
+    git config --local merge.dvc.driver "$driver" # last: it says that all is set
 }
 
 usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }

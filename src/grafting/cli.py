@@ -10,6 +10,7 @@ import yaml
 
 from grafting.config.load import read_yaml
 from grafting.errors import UserError
+from grafting.provenance import commands
 
 
 def _overlays(options: argparse.Namespace) -> list[dict]:
@@ -107,37 +108,6 @@ def trace(options: argparse.Namespace) -> int:
     return 0
 
 
-def status(options: argparse.Namespace) -> int:
-    """Say where the payloads are that sentinels name; exit status 1 if one is nowhere."""
-    from grafting.provenance.health import examine
-    from grafting.provenance.store import Store
-
-    health = examine(Store())
-    print(f"present in store/:                  {len(health.present)}")
-    print(f"only in DVC's cache (dvc checkout): {len(health.cached)}")
-    print(f"listed by DVC, not here (dvc pull): {len(health.listed)}")
-    print(f"nowhere:                            {len(health.missing)}")
-    for word, ids in (("nowhere", health.missing), ("damaged sentinel", health.damaged)):
-        for job_id in ids:
-            print(f"  {word}: {job_id}")
-    if health.missing or health.damaged:
-        print("`grafting repair` removes exactly these sentinels, so that the next run makes them again.")
-        return 1
-    return 0
-
-
-def repair(options: argparse.Namespace) -> int:
-    """Remove the sentinels of payloads that are nowhere, so that they are made again."""
-    from grafting.provenance.health import examine
-    from grafting.provenance.health import repair as mend
-    from grafting.provenance.store import Store
-
-    store = Store()
-    removed = mend(store, examine(store))
-    print("\n".join(f"removed: provenance/{job_id}.json" for job_id in removed) or "nothing to repair")
-    return 0
-
-
 def publish(options: argparse.Namespace) -> int:
     """Copy the exported results to published/<preset>/ (for maintainers)."""
     from grafting.analysis.published import write_published
@@ -191,8 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     for function in (show, publish):
         verb(function).add_argument("--results", type=Path, default=Path("results"))
-    for function in (status, repair):
-        verb(function)
+    commands.register(verb)
     verb(trace).add_argument("target", help="a result, sentinel, payload or job")
     for function in (config, plan, why, alias):
         sub = verb(function)

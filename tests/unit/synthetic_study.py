@@ -32,6 +32,8 @@ class FakeJob:
     def inputs(self, role: str) -> list[Path]:
         return self._inputs.get(role, [])
 
+    addresses = inputs
+
     def sidecar(self, stage: str, key: str) -> dict:
         assert stage == "train"
         opsd = ".opsd." in key

@@ -1,4 +1,4 @@
-"""`why`, `trace`, `status` and `repair` on small invented studies."""
+"""`why` and `trace` on small invented studies."""
 
 import json
 import shutil
@@ -6,40 +6,17 @@ import subprocess
 import sys
 
 import pytest
+from artefacts import artefact
 
 from grafting.errors import UserError
 from grafting.plan import code
 from grafting.plan.aliases import Alias, Aliases
 from grafting.plan.jobs import Job
-from grafting.provenance import health, inspect, runner
-from grafting.provenance.files import write_json
+from grafting.provenance import inspect, runner
 from grafting.provenance.store import Store
 from grafting.provenance.why import differences, why
 
 KEYS = ("000000000001", "000000000002", "000000000003")
-
-
-def artefact(store: Store, job: Job, files: dict[str, str] | None = None) -> str:
-    """A finished job with this payload."""
-    out = store.aside(job.id)
-    for name, text in (files or {"file.txt": "payload"}).items():
-        (out / name).write_text(text)
-    payload = store.publish(job.id, out)
-    store.write(
-        job.id,
-        {
-            "id": job.id,
-            "key": job.key,
-            "stage": job.stage,
-            "name": job.name,
-            "spec": job.spec,
-            "inputs": job.inputs,
-            "code": job.code,
-            "payload": payload,
-            "finished": "2026-01-01T00:00:00+00:00",
-        },
-    )
-    return job.id
 
 
 def test_why_names_spec_input_module_library_and_file(tmp_path, monkeypatch):
@@ -203,40 +180,3 @@ def test_find_follows_the_link_to_a_selected_model(tmp_path):
         assert inspect.find(target, [job_id], tmp_path) == job_id
     with pytest.raises(UserError, match="no such model"):
         inspect.find("results/models/other", [job_id], tmp_path)
-
-
-def test_status_and_repair_touch_exactly_what_is_lost(tmp_path):
-    store = Store(tmp_path)
-    kept = artefact(store, Job("train", "kept", {}, {}, "c"))
-    lost = artefact(store, Job("train", "lost", {}, {}, "c"))
-    short = artefact(store, Job("train", "short", {}, {}, "c"))
-    write_json(store.sentinel(f"merge/linked-{KEYS[0]}"), {"id": f"merge/linked-{KEYS[0]}", "link": lost})
-    store.sentinel(f"train/broken-{KEYS[1]}").write_text("{")
-    shutil.rmtree(tmp_path / "store" / lost)
-    (tmp_path / "store" / short / "file.txt").write_text("cut")
-    found = health.examine(store)
-    assert found.present == [kept]
-    assert found.missing == [lost, short]
-    assert found.damaged == [f"train/broken-{KEYS[1]}"]
-    removed = health.repair(store, found)
-    assert removed == sorted([lost, short, f"train/broken-{KEYS[1]}", f"merge/linked-{KEYS[0]}"])
-    assert [p.stem for p in (tmp_path / "provenance").rglob("*.json")] == [kept.partition("/")[2]]
-
-
-def test_status_believes_what_dvc_has(tmp_path):
-    store = Store(tmp_path)
-    cached = artefact(store, Job("train", "cached", {}, {}, "c"))
-    remote = artefact(store, Job("train", "remote", {}, {}, "c"))
-    entries = [
-        {"relpath": f"{i.partition('/')[2]}/file.txt", "md5": md5 * 32} for i, md5 in ((cached, "a"), (remote, "b"))
-    ]
-    listing = tmp_path / ".dvc" / "cache" / "files" / "md5" / "dd" / "dddd.dir"
-    listing.parent.mkdir(parents=True)
-    listing.write_text(json.dumps(entries))
-    (tmp_path / "store" / "train.dvc").write_text("outs:\n- md5: dddddd.dir\n  path: train\n")
-    content = tmp_path / ".dvc" / "cache" / "files" / "md5" / "aa" / ("a" * 30)
-    content.parent.mkdir(parents=True)
-    content.write_text("payload")
-    shutil.rmtree(tmp_path / "store" / "train")
-    found = health.examine(store)
-    assert (found.cached, found.listed, found.missing) == ([cached], [remote], [])

@@ -136,6 +136,22 @@ def test_setup_installs_once(checkout):
     assert "installing" in _setup(checkout).stdout
 
 
+def test_setup_tells_git_how_to_merge_in_a_repository_of_our_own(checkout):
+    _script(checkout / ".venv" / "bin" / "python", "")
+
+    def setting(name):
+        command = ["git", "config", "--local", f"merge.{name}"]
+        return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False).stdout.strip()
+
+    subprocess.run(["git", "init", "-q"], cwd=checkout, check=True)
+    for _ in range(2):
+        assert _setup(checkout).returncode == 0
+        assert setting("dvc.driver") == ".venv/bin/python -m grafting.provenance.merging %O %A %B"
+        assert setting("ours.driver") == "true"
+    attributes = (ROOT / ".gitattributes").read_text().split("\n")
+    assert "*.dvc merge=dvc" in attributes and "/results/** merge=ours" in attributes
+
+
 def test_failed_installation_leaves_no_stamp(checkout):
     _script(checkout / ".venv" / "bin" / "python", 'case "$*" in *pip*) exit 1;; esac\n')
     assert _setup(checkout).returncode != 0

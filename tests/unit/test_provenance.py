@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,6 @@ from grafting.plan.planfile import write_plan
 from grafting.provenance import facts, runner
 from grafting.provenance.files import canonical, write_json
 from grafting.provenance.store import Store
-from grafting.provenance.versioning import untracked
 
 KEY = "0123456789ab"
 
@@ -108,14 +106,6 @@ def test_missing_payload_is_named(tmp_path):
         store.payload(f"train/x-{KEY}")
 
 
-def test_only_complete_payloads_are_versioned(tmp_path):
-    for name in ("done", "half"):
-        (tmp_path / "store" / "train" / f"{name}-{KEY}").mkdir(parents=True)
-    write_json(tmp_path / "provenance" / "train" / f"done-{KEY}.json", {})
-    (tmp_path / "store" / "train.dvc").write_text("outs:\n- md5: 00.dir\n  path: train\n")
-    assert untracked(tmp_path) == [Path(f"store/train/done-{KEY}")]
-
-
 def test_full_disk_is_a_message_and_not_a_traceback(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fullstage.py").write_text("import errno\ndef run(job): raise OSError(errno.ENOSPC, 'No space left')\n")
@@ -136,9 +126,10 @@ def test_canonical_json_refuses_nan_and_ignores_order():
 
 def test_report_replaces_the_marker_of_another(tmp_path):
     store = Store(tmp_path)
-    store.write("report/tiny-000000000000", {})
-    store.write("report/tiny-111111111111", {})
-    assert [p.name for p in (tmp_path / "results").iterdir()] == ["report-tiny-111111111111.json"]
+    store.write("report/tiny-000000000000", {"spec": 0})
+    store.write("report/tiny-111111111111", {"spec": 1})
+    assert sorted(p.name for p in (tmp_path / "results").iterdir()) == ["report-tiny-111111111111.json", "report.json"]
+    assert store.read("report/tiny-111111111111") == {"spec": 1}
 
 
 STAGE = """

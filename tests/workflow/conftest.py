@@ -26,9 +26,12 @@ class Folder:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    def environment(self) -> dict[str, str]:
+        """What commands in this folder inherit: its own code, and this Python's programs first."""
+        return {**os.environ, "PYTHONPATH": str(self.root / "src"), "PATH": f"{BIN}:{os.environ['PATH']}"}
+
     def run(self, *command: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
-        variables = {**os.environ, "PYTHONPATH": str(self.root / "src"), "PATH": f"{BIN}:{os.environ['PATH']}"}
-        done = subprocess.run(command, cwd=self.root, env={**variables, **environment}, capture_output=True,
+        done = subprocess.run(command, cwd=self.root, env={**self.environment(), **environment}, capture_output=True,
                               text=True, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
         if check and done.returncode:
             raise AssertionError(f"{command} exited with {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -93,6 +96,12 @@ def new_folder(root: Path) -> Folder:
     return folder
 
 
+def copied(folder: Folder, root: Path) -> Folder:
+    """A copy of a study folder: times of change and hard links into DVC's cache are kept."""
+    subprocess.run(["cp", "-a", str(folder.root), str(root)], check=True)
+    return Folder(root)
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Folder:
     """A finished smoke study. Do not change it: take `study`."""
@@ -103,6 +112,5 @@ def finished(tmp_path_factory) -> Folder:
 
 @pytest.fixture
 def study(finished, tmp_path) -> Folder:
-    """A copy of the finished study, mtimes kept."""
-    shutil.copytree(finished.root, tmp_path / "study", symlinks=True)
-    return Folder(tmp_path / "study")
+    """A copy of the finished study."""
+    return copied(finished, tmp_path / "study")

@@ -50,15 +50,17 @@ def run(job: Any) -> None:
 
 
 def _link_models(job: Any, folder: Path) -> None:
-    """`results/models/<name>`: relative links to the selected grafts that were written out."""
-    paths = job.inputs("models")
+    """`results/models/<name>`: relative links to the selected grafts that were written out, here or not."""
+    paths = job.addresses("models")
     wanted = {n: paths[i] for entry in job.spec.get("selections", []) for n, i in entry.get("models", {}).items()}
     if not wanted:
         return
     folder.mkdir(exist_ok=True)
-    for old in folder.iterdir():
-        if old.is_symlink():  # of an earlier study; the model itself stays in the store
+    for old in folder.iterdir():  # of an earlier study; the model itself stays in the store
+        if old.is_symlink():
             old.unlink()
+        elif old.is_dir():  # links to DVC's cache, made of ours
+            shutil.rmtree(old)
     for name, path in wanted.items():
         (folder / name).symlink_to(os.path.relpath(path, folder), target_is_directory=True)
 

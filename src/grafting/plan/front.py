@@ -68,8 +68,9 @@ def load_study(*overlays: dict, folder: Path = Path(".")) -> Study:
     check_aliases(study.aliases, study.jobs.values(), store)
     check_at_hand(study, store)
     marker = store.sentinel(study.report)
-    if marker.exists() and not all((folder / "results" / name).exists() for name in EXPORTED):
-        # somebody removed an exported file: let the report export again
+    whole = all((folder / "results" / name).exists() for name in EXPORTED)
+    if marker.exists() and (not whole or len(list((folder / "results").glob("report-*.json"))) > 1):
+        # somebody removed an exported file, or merged two branches' results: let the report export again
         marker.unlink()
     gc.freeze()  # a large plan would be searched for garbage again and again, and none of it is
     return study

@@ -1,7 +1,8 @@
 """The plan as a file, so that a job's process finds its spec without planning again.
 
 The first line is an index (JSON): for each job's id, each alternative's (`way/<id>`), each code digest
-(`code/<digest>`) and the settings of saving the place of its line behind the index, in bytes. So a job's process reads its own lines only.
+(`code/<digest>`) and the settings of saving the place of its line behind the index, in bytes.
+So a job's process reads its own lines only.
 """
 
 from __future__ import annotations

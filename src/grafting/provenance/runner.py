@@ -79,7 +79,7 @@ class RunningJob:
 
     def inputs(self, role: str) -> list[Path]:
         """Payload folders of the inputs with this role; empty if there are none."""
-        return [self.store.payload(reference) for reference in self.job.inputs.get(role, [])]
+        return self.store.payloads(self.job.inputs.get(role, []))
 
     def input(self, role: str) -> Path:
         """Payload folder of the one input with this role."""
@@ -95,10 +95,18 @@ class RunningJob:
             raise UserError(f"provenance/{stage}/: no sentinel with the key {key}; run snakemake to make it")
         return self.store.read(self.store.target(job_id))
 
+    def addresses(self, role: str) -> list[Path]:
+        """Where the payloads of the inputs with this role lie or would lie: for one who names, but does not read."""
+        return [self.store.folder(reference) for reference in self.job.inputs.get(role, [])]
+
     def earlier(self) -> list[Path]:
-        """Payload folders at hand of finished jobs with the same stage and readable name but another key."""
-        ids = [i for i in self.store.with_name(self.stage, self.name) if i != self.id]
-        return [path for i in ids if (path := self.store.root / "store" / self.store.target(i)).exists()]
+        """Payload folders of finished jobs with the same stage and readable name but another key, if to be had."""
+        found = []
+        for job_id in self.store.with_name(self.stage, self.name):
+            if job_id != self.id:
+                with suppress(UserError):  # one that is nowhere or altered only costs computing anew
+                    found.append(self.store.payload(job_id))
+        return found
 
     def say(self, line: str) -> None:
         """One line for the person who watches: on the terminal and in the log."""

@@ -7,21 +7,14 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from grafting.errors import UserError
-from grafting.provenance.files import file_digest, write_json
-
-
-def describe(folder: Path) -> dict[str, dict]:
-    """Size and hash of every file below a folder, by its path in it."""
-    return {
-        path.relative_to(folder).as_posix(): {"sha256": file_digest(path), "bytes": path.stat().st_size}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+from grafting.provenance import integrity
+from grafting.provenance.files import write_json
+from grafting.provenance.hashing import describe
 
 
 class Store:
@@ -38,19 +31,23 @@ class Store:
         """Path of the sentinel; it exists exactly if the artefact is complete.
 
         A report has no payload in the store: it is exported to `results/`, and so is its sentinel, which
-        therefore says which report is exported there.
+        therefore says which report is exported there. It holds nothing else, and the sidecar is
+        `results/report.json`: git would take two branches' long sentinels for one file renamed twice, a conflict.
         """
         if job_id.startswith("report/"):
             return self.root / "results" / f"{job_id.replace('/', '-')}.json"
         return self.root / "provenance" / f"{job_id}.json"
+
+    def _sidecar(self, job_id: str) -> Path:
+        return self.root / "results" / "report.json" if job_id.startswith("report/") else self.sentinel(job_id)
 
     def work(self, job_id: str) -> Path:
         """Folder of a job's resume state."""
         return self.root / "work" / job_id
 
     def read(self, job_id: str) -> dict:
-        """Content of the sentinel; UserError if it is absent or no JSON."""
-        path = self.sentinel(job_id)
+        """The sidecar, which is the sentinel's content; UserError if it is absent or no JSON."""
+        path = self._sidecar(job_id)
         try:
             sidecar = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(sidecar, dict):
@@ -71,18 +68,51 @@ class Store:
             job_id = link
         return job_id
 
-    def payload(self, reference: str) -> Path:
-        """Folder of a payload (or of its subfolder); UserError naming it if it is not there."""
+    def folder(self, reference: str) -> Path:
+        """Where a payload (or its subfolder) lies, or would lie if it were here; links are followed."""
         job_id, _, subfolder = reference.partition(":")
-        target = self.target(job_id)
-        path = self.root / "store" / target / subfolder
-        if not path.exists():
-            raise UserError(
-                f"{path}: the payload of {target} is absent although its sentinel exists; "
-                "bring it back with `.venv/bin/dvc checkout` or `dvc pull`, "
-                f"or delete {self.sentinel(target)} to recompute it"
-            )
-        return path
+        return self.root / "store" / self.target(job_id) / subfolder
+
+    def payload(self, reference: str) -> Path:
+        """Folder of one payload; see `payloads`."""
+        return self.payloads([reference])[0]
+
+    def payloads(self, references: Sequence[str]) -> list[Path]:
+        """Folders of payloads (or of their subfolders), whole and as their sidecars describe them.
+
+        Those that are absent are fetched from DVC's cache or remote, together. Errors: UserError that names one
+        that is nowhere to be had, or whose files are not what was published.
+        """
+        targets = list(dict.fromkeys(self.target(reference.partition(":")[0]) for reference in references))
+        files = {target: self.read(target).get("payload", {}) for target in targets}
+        lacking = {target: files[target] for target in targets if self._lacks(target, files[target])}
+        reasons = {}
+        if lacking:
+            from grafting.provenance.fetch import bring
+
+            reasons = bring(self, lacking)
+        for target in targets:
+            folder = self.root / "store" / target
+            if self._lacks(target, files[target]):
+                raise UserError(
+                    f"{folder}: the payload of {target} is absent although its sentinel exists "
+                    f"({reasons.get(target, 'it vanished')}); bring it back with `.venv/bin/dvc checkout` or "
+                    f"`dvc pull`, or let `grafting repair` remove {self.sentinel(target)} so that it is made again"
+                )
+            if wrong := integrity.altered(self.intact(target), folder, files[target]):
+                raise UserError(
+                    f"{folder / wrong[0]}: altered or cut off, its size or hash is not the recorded one; "
+                    "`grafting repair --deep` brings the payload back from DVC, or has it made again"
+                )
+        return [self.folder(reference) for reference in references]
+
+    def _lacks(self, target: str, files: dict[str, dict]) -> bool:
+        folder = self.root / "store" / target
+        return not folder.exists() or bool(integrity.absent(folder, files))
+
+    def intact(self, job_id: str) -> Path:
+        """Where is noted which files of a payload were found unaltered, and when they had been changed last."""
+        return self.root / "work" / "intact" / f"{job_id}.json"
 
     def code(self, code: str) -> Path:
         """Path of the record of what a code digest is made of."""
@@ -136,25 +166,40 @@ class Store:
         if not files:
             return files
         place = self.root / "store" / job_id
-        place.parent.mkdir(parents=True, exist_ok=True)
         if place.exists() and not self.sentinel(job_id).exists() and describe(place) != files:
             # a payload without its sentinel that is not ours either: what an interrupted copy or checkout left
-            remains = self.aside(job_id + ".remains")
-            os.replace(place, remains)
-            shutil.rmtree(remains, ignore_errors=True)
+            self.remove(job_id)
+        if not self.settle(job_id, aside):
+            files = describe(place)
+        integrity.note(self.intact(job_id), place, files)
+        return files
+
+    def remove(self, job_id: str) -> None:
+        """Remove a payload from the store: out of sight by one rename, then file by file."""
+        remains = self.aside(job_id + ".remains")
+        os.replace(self.root / "store" / job_id, remains)
+        shutil.rmtree(remains, ignore_errors=True)
+        self.intact(job_id).unlink(missing_ok=True)
+
+    def settle(self, job_id: str, aside: Path) -> bool:
+        """Rename a folder to the payload's place; if there is one already, that stays and ours is dropped (False)."""
+        place = self.root / "store" / job_id
+        place.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.rename(aside, place)
         except OSError:
             if not place.exists():
                 raise
             shutil.rmtree(aside, ignore_errors=True)
-        return files
+            return False
+        return True
 
     def write(self, job_id: str, sidecar: dict) -> None:
         """Write the sentinel, last of all and atomically."""
         path = self.sentinel(job_id)
-        write_json(path, sidecar)
+        write_json(self._sidecar(job_id), sidecar)
         if job_id.startswith("report/"):
+            write_json(path, {"id": job_id})
             for other in path.parent.glob("report-*.json"):
                 if other != path:
                     other.unlink(missing_ok=True)

@@ -24,8 +24,8 @@ from grafting.errors import UserError
 from grafting.plan.jobs import Job
 from grafting.plan.planfile import write_plan
 from grafting.provenance import integrity
-from grafting.provenance.inspect import flatten
 from grafting.provenance.store import Store
+from grafting.provenance.why import ABSENT, differences
 
 if TYPE_CHECKING:
     from grafting.plan.study import Study
@@ -155,13 +155,12 @@ def _other_machine(old: Mapping, new: Mapping) -> list[str]:
 
 
 def _figures(old: Mapping, new: Mapping) -> list[str]:
-    before, after = (dict(flatten(side)) if side else {} for side in (old, new))
     wrong = []
-    for name in sorted(before.keys() | after.keys()):
-        was, now = before.get(name), after.get(name)
-        if name in UNCOMPARED or was == now:
+    for name, was, now in differences(old or {}, new or {}):
+        if name in UNCOMPARED:
             continue
         numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (was, now))
+        was, now = ("nothing" if value is ABSENT else value for value in (was, now))
         if not numbers or not math.isclose(was, now, rel_tol=RELATIVE, abs_tol=ABSOLUTE):
             wrong.append(f"{name}: {was} recorded, {now} now")
     return wrong

@@ -1,8 +1,11 @@
 """What every rule shares. A rule's output is a sentinel; only its existence decides what is run."""
 
+import os
 from pathlib import Path
 
+from grafting.plan.bundles import bundles
 from grafting.plan.planfile import write_plan
+from grafting.provenance import runs
 from grafting.provenance.store import Store
 
 STORE = Store()
@@ -44,3 +47,40 @@ def spec_of(stage):
 def threads_of(stage):
     """Threads function."""
     return lambda wildcards: job_of(stage, wildcards).threads
+
+
+# A profile with `group-components: [small=N]` lets N jobs share one scheduler job; `max-threads` is then the number of
+# its CPUs. Which jobs go together is the plan's decision (grafting.plan.bundles): groups by rule would wait for
+# themselves in a sequence, where training hangs on a selection that hangs on training.
+SMALL = workflow.group_settings.group_components.get("small", 1)
+BUNDLES = {}
+if SMALL > 1:
+    if workflow.is_main_process:
+        cpus = workflow.resource_settings.max_threads
+        accelerated = [rule for rule, wants in workflow.resource_settings.overwrite_resources.items() if "gpu" in wants]
+        made = {i for i in STUDY.jobs if STORE.sentinel(i).exists()}
+        BUNDLES = bundles(STUDY.jobs, SMALL, alone=accelerated, done=made)
+    else:
+        cpus = os.environ.get("SLURM_CPUS_PER_TASK")
+    if cpus:
+        # else a bundle would be as wide as the machine from which it is submitted
+        workflow.resource_settings.cores = int(cpus)
+        workflow.register_resource("_cores", int(cpus))
+
+
+def bundle_of(stage):
+    """Group function: the scheduler job that this job shares with others; None if it goes alone."""
+
+    def name(wildcards):
+        if SMALL == 1:
+            return None
+        if not workflow.is_main_process:
+            return "small" if len(workflow.dag_settings.target_jobs) > 1 else None
+        number = BUNDLES.get(f"{stage}/{wildcards.job}")
+        if number is None:
+            return None
+        # the parts of a bundle need not hang together: Snakemake joins them by this entry and group-components
+        workflow.parent_groupids[f"small-{number}"] = "small"
+        return f"small-{number}"
+
+    return name

@@ -47,7 +47,7 @@ def end(succeeded):
 
 # On a node, inside a bundle: its jobs share one warm process, as those of a local run do. SLURM_STEP_NUM_TASKS tells the
 # Snakemake that runs the jobs from the one that only starts it.
-if workflow.remote_exec and "SLURM_STEP_NUM_TASKS" in os.environ and len(workflow.dag_settings.target_jobs) > 1:
+if workflow.remote_exec and "SLURM_STEP_NUM_TASKS" in os.environ and TARGETS > 1:
     WARM.append(warm.start())
     atexit.register(end_warm)
 

@@ -6,6 +6,7 @@ given the SLURM plugin's own function for the line, so that what is shown is wha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -26,24 +27,14 @@ def command(preset: str | None, profile: str, dry_run: bool, extra: list[str]) -
             known = ", ".join(sorted(path.stem for path in Path("presets").glob("*.yaml")))
             raise UserError(f"{path}: no such preset; there are: {known or 'none in this folder'}")
         arguments += ["--configfile", str(path)]
-    return [*arguments, *(["--dry-run", "--quiet", "all"] if dry_run else []), *extra]
+    return [*arguments, *(["--dry-run"] if dry_run else []), *extra]
 
 
 def sbatch_line(job, workflow) -> str:
-    """The sbatch call for a job or bundle of a dry run, without the Snakemake command that it wraps."""
-    from snakemake.resources import GroupResources
+    """The sbatch call for a job or bundle, without the Snakemake command that it wraps."""
     from snakemake_executor_plugin_slurm.submit_string import get_submit_command
     from snakemake_executor_plugin_slurm.utils import set_gres_string
 
-    if job.is_group():
-        # a dry run counts as local, and there the parts of a bundle would be added up instead of fitted together
-        job._resources = GroupResources.basic_layered(
-            toposorted_jobs=job.toposorted,
-            constraints=job.global_resources,
-            run_local=False,
-            additive_resources=["runtime"],
-            sortby=["runtime"],
-        )
     partition, account = job.resources.get("slurm_partition"), job.resources.get("slurm_account")
     parameters = {
         "run_uuid": "RUN",
@@ -57,33 +48,55 @@ def sbatch_line(job, workflow) -> str:
     return " ".join(call.split())
 
 
+def sbatch_lines(workflow) -> list[str]:
+    """For every scheduler job of a planned workflow its sbatch line, and a line for each job of the study in it."""
+    from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
+
+    dag, own = workflow.dag, workflow._executor_plugin
+    found: list[str] = []
+    # a dry run counts as local, and locally the parts of a bundle would be added up instead of fitted together
+    workflow._executor_plugin = ExecutorPluginRegistry().get_plugin("slurm")
+    try:
+        jobs = [job for job in dag.needrun_jobs() if not job.is_local]
+        units = {id(unit): unit for job in jobs for unit in [dag.get_job_group(job) or job]}
+        for unit in units.values():
+            unit._resources = None
+            found.append(sbatch_line(unit, workflow))
+            parts = unit.jobs if unit.is_group() else [unit]
+            found += sorted(f"    # {part.rule.name}/{Path(part.output[0]).stem}" for part in parts)
+    finally:
+        workflow._executor_plugin = own
+    return [*found, f"{len(units)} scheduler jobs for {len(jobs)} jobs of the study; nothing was sent"]
+
+
 def dry_run(arguments: list[str]) -> int:
-    """Plan with Snakemake and print one sbatch line per scheduler job, with the jobs in it; nothing is sent."""
+    """Plan with Snakemake and print one sbatch line per scheduler job, with the jobs in it; nothing is sent.
+
+    Returns Snakemake's exit status. What Snakemake says itself goes to standard error.
+    """
     from snakemake import cli
     from snakemake.executors import dryrun
 
-    report = dryrun.Executor.run_job
-    counts = [0, 0]
+    original = dryrun.Executor.run_job
+    found: list[str] = []
 
     def run_job(executor, job) -> None:
-        jobs = list(job.jobs) if job.is_group() else [job]
-        if not all(part.rule.norun or part.rule.name in executor.workflow._localrules for part in jobs):
-            counts[0] += 1
-            counts[1] += len(jobs)
-            print(sbatch_line(job, executor.workflow))
-            for part in sorted(jobs, key=lambda part: (part.rule.name, str(part.output))):
-                print(f"    # {part.rule.name}/{Path(part.output[0]).stem}")
-        report(executor, job)
+        if not found:
+            found.extend(sbatch_lines(executor.workflow))
+        original(executor, job)
 
     dryrun.Executor.run_job = run_job
     # what the Snakefile takes for the command line, and for the name of the program
     sys.argv = ["snakemake", *arguments]
+    status = 0
     try:
-        cli.main(arguments)
+        with contextlib.redirect_stdout(sys.stderr):
+            cli.main(arguments)
     except SystemExit as end:
-        if end.code:
-            return int(end.code)
+        status = end.code if isinstance(end.code, int) else int(bool(end.code))
     finally:
-        dryrun.Executor.run_job = report
-    print(f"{counts[0]} scheduler jobs for {counts[1]} jobs of the study; nothing was sent")
-    return 0
+        dryrun.Executor.run_job = original
+    if not status:
+        sys.stderr.flush()
+        print("\n".join(found or ["nothing to be done"]))
+    return status

@@ -47,7 +47,7 @@ configure() {
     if [ ! -e "$STATE/munge/key" ]; then
         (umask 077 && dd if=/dev/urandom of="$STATE/munge/key" bs=1024 count=1 status=none)
     fi
-    cpus=$(nproc)
+    cpus=$(nproc --all) # plain nproc heeds OMP_NUM_THREADS
     memory=$(awk '/MemTotal/ {print int($2 / 1024) - 256}' /proc/meminfo)
     host=$(hostname -s)
     cat >"$CONF" <<END
@@ -81,6 +81,8 @@ SchedulerType=sched/backfill
 SlurmdTimeout=20
 KillWait=20
 MinJobAge=300
+# refuses an account as accounting would, without a database
+JobSubmitPlugins=lua
 ReturnToService=2
 NodeName=c1 NodeHostname=$host NodeAddr=127.0.0.1 Port=16818 CPUs=$cpus RealMemory=$memory Weight=10 State=UNKNOWN
 NodeName=c2 NodeHostname=$host NodeAddr=127.0.0.1 Port=16819 CPUs=$cpus RealMemory=$memory State=UNKNOWN
@@ -88,6 +90,18 @@ NodeName=c2 NodeHostname=$host NodeAddr=127.0.0.1 Port=16819 CPUs=$cpus RealMemo
 PartitionName=main Nodes=c1 Default=YES MaxTime=1-00:00:00 State=UP
 PartitionName=pair Nodes=c1,c2 MaxTime=1-00:00:00 State=UP
 PartitionName=brief Nodes=c1 MaxTime=00:10:00 State=UP
+END
+}
+
+policy() {
+    cat >/etc/slurm/job_submit.lua <<END
+-- written by grafting's tests/cluster/cluster.sh
+function slurm_job_submit(job, partitions, user)
+    if job.account == "refused" then return slurm.ESLURM_INVALID_ACCOUNT end
+    return slurm.SUCCESS
+end
+function slurm_job_modify(job, record, partitions, user) return slurm.SUCCESS end
+return slurm.SUCCESS
 END
 }
 
@@ -131,6 +145,7 @@ start_node() {
 start() {
     stop_daemons
     configure
+    policy
     munged --key-file="$STATE/munge/key" --socket="$STATE/munge/socket" --pid-file="$STATE/munge/pid" \
         --log-file="$STATE/log/munged.log" --seed-file="$STATE/munge/seed" --force 2>>"$STATE/log/munged.err"
     slurmctld -c
@@ -160,7 +175,7 @@ stop() {
         done
     fi
     stop_daemons
-    if [ -e "$CONF" ] && grep -qF "$MARK" "$CONF"; then rm -f "$CONF"; fi
+    if [ -e "$CONF" ] && grep -qF "$MARK" "$CONF"; then rm -f "$CONF" /etc/slurm/job_submit.lua; fi
 }
 
 suitable

@@ -224,7 +224,7 @@ def asked(cluster, tmp_path_factory) -> Study:
 PROFILE = "profiles/slurm/config.yaml"
 REFUSED = {
     "partition": ('  # slurm_partition: "short"', '  slurm_partition: "nowhere"', "nowhere", "pair"),
-    "account": ('  # slurm_account: "12345"', '  slurm_account: "12345"', "slurm_account", "12345"),
+    "account": ('  # slurm_account: "12345"', '  slurm_account: "refused"', "slurm_account", "Invalid account"),
     "memory": ("models:      {mem_mb: 2000 * attempt", "models:      {mem_mb: 9000000 * attempt", "9000000 MB", "main"),
     "limit": ('  # slurm_partition: "short"', '  slurm_partition: "brief"', "10 minutes", "brief"),
     "limit of a retry": (

@@ -65,9 +65,13 @@ def cluster():
 class Study(Folder):
     """A study folder with ways to run it through SLURM."""
 
-    def slurm(self, *arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+    def slurm(
+        self, *arguments: str, check: bool = True, seconds: int = 600, **environment: str
+    ) -> subprocess.CompletedProcess:
+        # an interrupted Snakemake cancels its jobs
+        limit = ("timeout", "--signal=INT", "--kill-after=60", str(seconds))
         command = ("snakemake", "--profile", "profiles/slurm", "--configfile", "presets/smoke.yaml", *arguments)
-        return self.run(*command, check=check, **environment)
+        return self.run(*limit, *command, check=check, **environment)
 
     def start(self, *arguments: str) -> subprocess.Popen:
         """The same in the background; its output goes to `out` in the folder."""

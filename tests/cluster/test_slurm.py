@@ -247,7 +247,7 @@ def test_what_slurm_would_refuse_is_refused_before_anything_is_sent(cluster, ask
     try:
         groups = NO_GROUPS if fault == "limit of a retry" else ()
         started = time.monotonic()
-        done = asked.slurm(*groups, check=False)
+        done = asked.slurm(*groups, check=False, seconds=60)
     finally:
         path.write_text(before)
     said = done.stderr

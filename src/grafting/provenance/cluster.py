@@ -176,13 +176,12 @@ def check(workflow, arguments: list[str]) -> None:
             raise UserError(f"{where}: SLURM has no partition {name!r}; it has: {shown}")
         if name is not None and (refused := _refusal(known[str(name)], resources, threads)):
             key, words = refused
-            where = line_of(profile, key, rule)
-            more = (
-                "; with fewer jobs in a bundle (group-components: small=...) it asks for less"
-                if unit.is_group()
-                else ""
-            )
-            raise UserError(f"{where}: {what} {words}{more}. Such a job would never start")
+            fewer = ""
+            if unit.is_group():
+                # the part of the bundle that asks for the most is the one to change
+                rule = max(unit.jobs, key=lambda job: job.resources.get(key) or 0).rule.name
+                fewer = "; fewer jobs in a bundle (group-components: small) ask for less"
+            raise UserError(f"{line_of(profile, key, rule)}: {what} {words}{fewer}. Such a job would never start")
         account = resources.get("slurm_account")
         if account is not None and str(account) not in accounts:
             accounts.add(str(account))

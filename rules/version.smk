@@ -28,6 +28,7 @@ def begin():
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
         cluster.take_over(Path.cwd())
+        cluster.wake_after_submission(workflow)
     else:
         if gpus := workflow.global_resources.get("gpu").value:
             wants = workflow.resource_settings.overwrite_resources.items()

@@ -106,7 +106,10 @@ def long(cluster, whole, tmp_path, background):
 
 
 def test_time_limit_saves_the_job_is_sent_again_and_ends_with_the_same_bytes(cluster, whole, long):
-    run = long("--set-resources", "models:runtime=1", "--retries", "20")
+    # a limit of one minute: the profile's 90 s of warning would come before the first step
+    warning = "slurm_extra=\"'--signal=URG@20'\""
+    run = long("--set-resources", "models:runtime=1", "models:mem_mb=2000", "--default-resources", warning,
+               "--retries", "20")  # fmt: skip
     started = time.monotonic()
     side = run.finish(900)
     assert side["payload"] == whole[1]

@@ -257,3 +257,25 @@ def take_over(folder: Path) -> None:
     if running := sorted(job for jobs in found.values() for job in jobs):
         shown = ", ".join(running)
         print(f"SLURM: an earlier run's jobs still run and are left to finish: {shown}", file=sys.stderr)
+
+
+def wake_after_submission(workflow) -> None:
+    """Let the scheduler notice every submission at once; without this a lone job can be waited for for ever.
+
+    Version 2.8.0 of the plugin submits in a thread and reports back through an event loop that runs only while the
+    scheduler is awake. If `sbatch` takes longer than the second after which the scheduler looks again, the report
+    stays in the loop: with no other job to wake it, the end of the job is never asked for.
+    """
+    scheduler = workflow.scheduler
+    executor = scheduler._executor
+
+    def woken(report):
+        def report_and_wake(*arguments) -> None:
+            report(*arguments)
+            scheduler._open_jobs.release()
+
+        return report_and_wake
+
+    for name in ("_report_job_submission_threadsafe", "_report_job_error_threadsafe"):
+        if hasattr(executor, name):
+            setattr(executor, name, woken(getattr(executor, name)))

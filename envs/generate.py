@@ -1,7 +1,8 @@
 """Writes the pinned environments from one source.
 
     python envs/generate.py --lock    requirements.lock from what is installed, then the conda files
-    python envs/generate.py           envs/cpu.yaml and envs/cuda.yaml from pyproject.toml and the lock
+    python envs/generate.py           envs/cpu.yaml, envs/cuda.yaml and envs/apptainer.def from pyproject.toml
+                                      and the lock
 
 The lock holds every package that the runtime and the extras `dev` and `slurm` need, with the versions
 installed in the running environment, without build tags (`+cpu`). What torch needs for one kind of
@@ -109,6 +110,39 @@ def environment_text(table: dict, pins: dict[str, str], flavour: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def container_text(table: dict, pins: dict[str, str]) -> str:
+    """An Apptainer definition with the locked packages (torch as its default Linux wheel) and this project."""
+    python = table["requires-python"].removeprefix(">=")
+    lines = [
+        "# Container, written by envs/generate.py from pyproject.toml and the lock.",
+        "# In the project's folder:  apptainer build grafting.sif envs/apptainer.def",
+        "# then                      apptainer exec --nv grafting.sif snakemake --cores all",
+        "Bootstrap: docker",
+        f"From: python:{python}-slim-bookworm",
+        "",
+        "%files",
+        "    pyproject.toml README.md LICENSE /opt/grafting/",
+        "    src /opt/grafting/src",
+        "",
+        "%post",
+        "    apt-get update && apt-get install -y --no-install-recommends git && rm -rf /var/lib/apt/lists/*",
+        "    cat >/opt/grafting/requirements.lock <<'END'",
+        *(f"{name}=={version}" for name, version in pins.items()),
+        "END",
+        "    python -m pip install --no-cache-dir --no-deps -r /opt/grafting/requirements.lock",
+        "    # what torch's wheel needs for accelerators is pinned by torch itself",
+        f"    python -m pip install --no-cache-dir torch=={pins['torch']}",
+        "    python -m pip install --no-cache-dir --no-deps --no-build-isolation /opt/grafting",
+        "",
+        "%environment",
+        "    export PYTHONNOUSERSITE=1",
+        "",
+        "%test",
+        "    python -c 'import grafting, torch, transformers'",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Write the files; see the module's docstring."""
     parser = argparse.ArgumentParser(description="write the pinned environments")
@@ -121,6 +155,7 @@ def main() -> None:
     for flavour in FLAVOURS:
         text = environment_text(table, pins, flavour)
         (ROOT / "envs" / f"{flavour}.yaml").write_text(text, encoding="utf-8")
+    (ROOT / "envs" / "apptainer.def").write_text(container_text(table, pins), encoding="utf-8")
 
 
 if __name__ == "__main__":

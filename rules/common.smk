@@ -1,8 +1,12 @@
 """What every rule shares. A rule's output is a sentinel; only its existence decides what is run."""
 
+import itertools
+import os
 from pathlib import Path
 
+from grafting.plan.bundles import bundles
 from grafting.plan.planfile import write_plan
+from grafting.provenance import runs
 from grafting.provenance.store import Store
 
 STORE = Store()
@@ -44,3 +48,58 @@ def spec_of(stage):
 def threads_of(stage):
     """Threads function."""
     return lambda wildcards: job_of(stage, wildcards).threads
+
+
+# A profile with `group-components: {small: N}` lets N jobs share one scheduler job; `max-threads` is then the number
+# of its CPUs. Which jobs go together is the plan's decision (grafting.plan.bundles): groups by rule would wait for
+# themselves in a sequence, where training hangs on a selection that hangs on training.
+BUNDLES = {}
+# How many jobs this process was started for, if it was started for jobs: a bundle has several.
+TARGETS = (
+    len(list(itertools.takewhile(lambda text: text[:2] != "--", sys.argv[sys.argv.index("--target-jobs") + 1 :])))
+    if ("--target-jobs" in sys.argv)
+    else 0
+)
+
+
+def small():
+    """How many jobs may share a scheduler job; 1 where there is none. Known only after this file has been read."""
+    return workflow.group_settings.group_components.get("small", 1)
+
+
+def make_bundles():
+    """Put the open jobs into bundles, and fit a bundle to the CPUs of one scheduler job."""
+    if workflow.is_main_process:
+        cpus = workflow.resource_settings.max_threads
+        accelerated = [rule for rule, wants in workflow.resource_settings.overwrite_resources.items() if "gpu" in wants]
+        made = {i for i in STUDY.jobs if STORE.sentinel(i).exists()}
+        BUNDLES.update(bundles(STUDY.jobs, small(), alone=accelerated, done=made))
+    else:
+        # on a node: the plugin does not pass this on
+        workflow.group_settings.group_components = {"small": TARGETS}
+        cpus = os.environ.get("SLURM_CPUS_PER_TASK")
+    BUNDLES["made"] = True
+    if cpus:
+        # else a bundle would be as wide as the machine from which it is submitted
+        workflow.resource_settings.cores = int(cpus)
+        workflow.register_resource("_cores", int(cpus))
+
+
+def bundle_of(stage):
+    """Group function: the scheduler job that this job shares with others; None if it goes alone."""
+
+    def name(wildcards):
+        if workflow.is_main_process and small() == 1 or not workflow.is_main_process and TARGETS < 2:
+            return None
+        if "made" not in BUNDLES:
+            make_bundles()
+        if not workflow.is_main_process:
+            return "small"
+        number = BUNDLES.get(f"{stage}/{wildcards.job}")
+        if number is None:
+            return None
+        # the parts of a bundle need not hang together: Snakemake joins them by this entry and group-components
+        workflow.parent_groupids[f"small-{number}"] = "small"
+        return f"small-{number}"
+
+    return name

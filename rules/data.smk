@@ -10,6 +10,8 @@ rule data:
         "work/logs/data/{job}.log",
     benchmark:
         "work/benchmarks/data/{job}.tsv"
+    group:
+        bundle_of("data")
     conda:
         "../envs/cpu.yaml"
     threads: threads_of("data")

@@ -10,6 +10,8 @@ rule evaluate:
         "work/logs/evaluate/{job}.log",
     benchmark:
         "work/benchmarks/evaluate/{job}.tsv"
+    group:
+        bundle_of("evaluate")
     conda:
         "../envs/cpu.yaml"
     threads: threads_of("evaluate")
@@ -34,6 +36,8 @@ rule select:
         "work/logs/select/{job}.log",
     benchmark:
         "work/benchmarks/select/{job}.tsv"
+    group:
+        bundle_of("select")
     conda:
         "../envs/cpu.yaml"
     threads: threads_of("select")

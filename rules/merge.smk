@@ -10,6 +10,8 @@ rule merge:
         "work/logs/merge/{job}.log",
     benchmark:
         "work/benchmarks/merge/{job}.tsv"
+    group:
+        bundle_of("merge")
     conda:
         "../envs/cpu.yaml"
     threads: threads_of("merge")

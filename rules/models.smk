@@ -10,6 +10,8 @@ rule models:
         "work/logs/models/{job}.log",
     benchmark:
         "work/benchmarks/models/{job}.tsv"
+    group:
+        bundle_of("models")
     conda:
         "../envs/cpu.yaml"
     threads: threads_of("models")

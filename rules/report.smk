@@ -10,6 +10,8 @@ rule report:
         "work/logs/report/{job}.log",
     benchmark:
         "work/benchmarks/report/{job}.tsv"
+    group:
+        bundle_of("report")
     conda:
         "../envs/cpu.yaml"
     resources:

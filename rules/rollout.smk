@@ -10,6 +10,8 @@ rule rollout:
         "work/logs/rollout/{job}.log",
     benchmark:
         "work/benchmarks/rollout/{job}.tsv"
+    group:
+        bundle_of("rollout")
     conda:
         "../envs/cpu.yaml"
     threads: threads_of("rollout")

@@ -10,6 +10,8 @@ rule sensitivity:
         "work/logs/sensitivity/{job}.log",
     benchmark:
         "work/benchmarks/sensitivity/{job}.tsv"
+    group:
+        bundle_of("sensitivity")
     conda:
         "../envs/cpu.yaml"
     threads: threads_of("sensitivity")

@@ -10,6 +10,8 @@ rule train:
         "work/logs/train/{job}.log",
     benchmark:
         "work/benchmarks/train/{job}.tsv"
+    group:
+        bundle_of("train")
     conda:
         "../envs/cpu.yaml"
     threads: threads_of("train")

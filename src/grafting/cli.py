@@ -108,6 +108,34 @@ def trace(options: argparse.Namespace) -> int:
     return 0
 
 
+def watch(options: argparse.Namespace) -> int:
+    """Show how far the run in this folder is: stages, running jobs, the queue, failures; until it ends."""
+    import time
+
+    from grafting.provenance.live import lines, look
+
+    while True:
+        view = look()
+        print("\n".join(lines(view)), flush=True)
+        if options.once or view.alive is False:
+            return 1 if view.failed else 0
+        time.sleep(options.every)
+        print()
+
+
+def submit(options: argparse.Namespace) -> int:
+    """Run a preset on a cluster: calls Snakemake with a profile; --dry-run prints every sbatch line instead."""
+    import os
+
+    from grafting.provenance.submit import command, dry_run
+
+    arguments = command(options.preset, options.profile, options.dry_run, options.extra)
+    if options.dry_run:
+        return dry_run(arguments)
+    print("snakemake", " ".join(arguments), flush=True)
+    os.execv(sys.executable, [sys.executable, "-m", "snakemake", *arguments])
+
+
 def publish(options: argparse.Namespace) -> int:
     """Copy the exported results to published/<preset>/ (for maintainers)."""
     from grafting.analysis.published import write_published
@@ -178,6 +206,14 @@ def main(arguments: list[str] | None = None) -> int:
     sub = verb(sources)
     sub.add_argument("folders", type=Path, nargs="+")
     sub.add_argument("--write", action="store_true", help="put the entries into sources.lock.yaml")
+    sub = verb(watch)
+    sub.add_argument("--once", action="store_true", help="once, instead of until the run has ended")
+    sub.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="pause between two looks (5)")
+    sub = verb(submit)
+    sub.add_argument("--preset", help="name of a file in presets/ (none: config.yaml alone)")
+    sub.add_argument("--profile", default="slurm", help="name of a folder in profiles/ (slurm)")
+    sub.add_argument("--dry-run", action="store_true", help="print every sbatch line; send nothing")
+    sub.add_argument("extra", nargs="*", metavar="-- ARGUMENT", help="more arguments for Snakemake, after --")
     options = parser.parse_args(arguments)
     try:
         return options.function(options)

@@ -81,6 +81,17 @@ def test_conda_files_agree_with_the_lock(flavour):
     assert len(data["dependencies"][-1]["pip"]) == len(PINS) - (flavour == "cpu")
 
 
+def test_container_agrees_with_the_lock_and_the_conda_files():
+    text = (ROOT / "envs" / "apptainer.def").read_text(encoding="utf-8")
+    assert text == generate.container_text(generate.project(), PINS)
+    inside = text.split("<<'END'\n", 1)[1].split("\nEND\n", 1)[0]
+    assert generate.read_lock(inside) == PINS
+    for flavour in generate.FLAVOURS:
+        conda = yaml.safe_load((ROOT / "envs" / f"{flavour}.yaml").read_text(encoding="utf-8"))
+        pins = dict(line.split("==") for line in conda["dependencies"][-1]["pip"])
+        assert pins.items() <= PINS.items()
+
+
 def test_version_is_the_same_everywhere():
     assert generate.project()["version"] == grafting.__version__
     assert f"## {grafting.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -282,7 +293,7 @@ def test_default_profile_leaves_the_decision_to_existence():
     assert "retries" not in profile
 
 
-@pytest.mark.parametrize("profile", ["default", "slurm"])
+@pytest.mark.parametrize("profile", ["default", "slurm", "local-gpu"])
 def test_profile_is_accepted_by_snakemake(profile, tmp_path):
     shutil.copytree(ROOT / "profiles", tmp_path / "profiles")
     (tmp_path / "Snakefile").write_text('rule all:\n    output: "a"\n    shell: "touch a"\n', encoding="utf-8")

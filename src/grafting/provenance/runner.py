@@ -15,6 +15,7 @@ import json
 import os
 import resource
 import shutil
+import socket
 import sys
 import time
 import traceback
@@ -28,7 +29,7 @@ from grafting.errors import UserError
 from grafting.plan.code import code_digest
 from grafting.plan.jobs import Job, key_of
 from grafting.plan.planfile import read_job, read_manifest, read_settings
-from grafting.provenance import facts, saving
+from grafting.provenance import allocation, devices, facts, saving
 from grafting.provenance.progress import Progress
 from grafting.provenance.store import Store
 
@@ -194,7 +195,8 @@ def execute(
     with store.lock(concrete.stage, concrete.key):
         existing = store.with_key(concrete.stage, concrete.key)
         if existing is None:
-            _compute(concrete, store, function, terminal, settings, started)
+            if not store.recall(concrete.id):
+                _compute(concrete, store, function, terminal, settings, started)
             existing = concrete.id
     if existing != job.id:
         linked = {
@@ -304,6 +306,8 @@ def run(target: str, arguments: list[str]) -> int:
         for stream in (sys.stderr, terminal):
             _tell(stream, line)
 
+    if number := allocation.slurm_id():
+        print(f"SLURM job {number} on {socket.gethostname()}", file=sys.stderr, flush=True)
     try:
         _keep_heap()
         module, _, name = target.partition(":")
@@ -311,7 +315,9 @@ def run(target: str, arguments: list[str]) -> int:
         settings = saving.Settings(**read_settings(options.plan))
         if options.budget is not None:
             settings = replace(settings, budget_seconds=options.budget)
+        settings = allocation.within(settings)
         store = Store()
+        devices.claim(job.stage, store.root / "work" / "locks")
         if module not in sys.modules:
             _same_code(job)
         ways = (job, *job.alternatives.values())

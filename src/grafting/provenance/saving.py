@@ -105,8 +105,9 @@ class Saver:
             leaves = True
             raise
         finally:
-            for number, handler in earlier.items() if not leaves else ():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            # ignored, not caught: Python takes its handlers away before the process has ended
+            for number, handler in earlier.items():
+                signal.signal(number, signal.SIG_IGN if leaves else signal.SIG_DFL if handler is None else handler)
 
     def _catch(self, number: int, _frame: object) -> None:
         self._reason = self._reason or signal.Signals(number).name

@@ -16,6 +16,9 @@ from grafting.provenance import integrity
 from grafting.provenance.files import write_json
 from grafting.provenance.hashing import describe
 
+#: Environment variable with the name of the run, set for runs on a cluster; their jobs inherit it.
+RUN = "GRAFTING_RUN"
+
 
 class Store:
     """The artefacts of one study folder.
@@ -197,9 +200,41 @@ class Store:
     def write(self, job_id: str, sidecar: dict) -> None:
         """Write the sentinel, last of all and atomically."""
         path = self.sentinel(job_id)
+        if (memory := self._memory()) is not None and not job_id.startswith("report/"):
+            write_json(memory / f"{job_id}.json", sidecar)
         write_json(self._sidecar(job_id), sidecar)
         if job_id.startswith("report/"):
             write_json(path, {"id": job_id})
             for other in path.parent.glob("report-*.json"):
                 if other != path:
                     other.unlink(missing_ok=True)
+
+    # When one job of a bundle fails, Snakemake removes the outputs of the whole bundle, those of its finished jobs
+    # too. Their payloads are complete, so a run on a cluster remembers its sentinels aside and puts them back.
+    def _memory(self) -> Path | None:
+        """Folder in which the running workflow remembers its sentinels; None outside such a run."""
+        run = os.environ.get(RUN)
+        return self.root / "work" / "runs" / run if run else None
+
+    def recall(self, job_id: str) -> bool:
+        """Put back the sentinel of a job that this run has finished already; False if it has not."""
+        memory = self._memory()
+        if memory is None or not (memory / f"{job_id}.json").exists():
+            return False
+        sidecar = json.loads((memory / f"{job_id}.json").read_text(encoding="utf-8"))
+        place = self.root / "store" / job_id
+        for name, about in sidecar.get("payload", {}).items():
+            if not (place / name).is_file() or (place / name).stat().st_size != about["bytes"]:
+                return False
+        write_json(self.sentinel(job_id), sidecar)
+        return True
+
+    def recall_all(self) -> int:
+        """At the end of a run: put back every sentinel that Snakemake removed, and forget; returns how many."""
+        memory = self._memory()
+        if memory is None:
+            return 0
+        ids = [path.relative_to(memory).with_suffix("").as_posix() for path in sorted(memory.rglob("*.json"))]
+        count = sum(self.recall(job_id) for job_id in ids if not self.sentinel(job_id).exists())
+        shutil.rmtree(memory.parent, ignore_errors=True)
+        return count

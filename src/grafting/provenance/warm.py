@@ -90,6 +90,8 @@ def delegate(target: str, arguments: list[str]) -> int | None:
         status = stream.readline()
     except OSError:
         status = ""
+    for number in FORWARDED:  # the job has ended: nothing is to change its status any more
+        signal.signal(number, signal.SIG_IGN)
     if status.strip():
         return int(status)
     reason = f"ended by {signal.Signals(received[0]).name}" if received else "killed (out of memory?)"

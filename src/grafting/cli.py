@@ -28,7 +28,7 @@ def show(options: argparse.Namespace) -> int:
     print(summary.read_text(encoding="utf-8"))
     preset = read_yaml(results / "config.resolved.yaml")["preset"]
     print(compare(results, PROJECT / "published" / preset).render())
-    print(f"\nResults: {results}/  (summary.md, evaluations.csv, claims.json, figures/frontier.svg)")
+    print(f"\nResults: {results}/  (report.html, summary.md, evaluations.csv, claims.json, figures/)")
     print("Checkpoints and predictions: store/   What made them: provenance/   Logs: work/logs/")
     return 0
 
@@ -128,6 +128,15 @@ def publish(options: argparse.Namespace) -> int:
     return 0
 
 
+def compare(options: argparse.Namespace) -> int:
+    """Say what changed between two studies (git revisions or result folders): settings, code, verdicts, numbers."""
+    from grafting.analysis.compare import Results
+    from grafting.analysis.compare import compare as differences
+
+    print("\n".join(differences(Results(options.before), Results(options.after), options.all)))
+    return 0
+
+
 def sources(options: argparse.Namespace) -> int:
     """Print size and hash of outside files for sources.lock.yaml, or the hash of a model folder."""
     from grafting.models.stage import directory_digest
@@ -171,6 +180,10 @@ def main(arguments: list[str] | None = None) -> int:
         if function is why:
             sub.add_argument("target", help="a job's id, its name without key, or a path of it")
             sub.add_argument("--since", metavar="REV", help="compare with the sentinels of a git revision")
+    sub = verb(compare)
+    sub.add_argument("before", help="a git revision, or a folder of results")
+    sub.add_argument("after", help="a git revision, or a folder of results", nargs="?", default="results")
+    sub.add_argument("--all", action="store_true", help="also differences within their interval")
     verb(sources).add_argument("folders", type=Path, nargs="+")
     options = parser.parse_args(arguments)
     try:

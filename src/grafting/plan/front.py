@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from grafting.config import Config, resolve
+from grafting.config.claims import CLAIMS, load_claims
 from grafting.config.load import read_yaml
 from grafting.errors import UserError
 from grafting.plan.code import PROJECT
@@ -18,7 +19,9 @@ from grafting.tasks import known_priors, known_tasks
 from grafting.tasks.sources import check_sources
 
 CONFIG = "config.yaml"
-EXPORTED = ("summary.md", "evaluations.csv", "claims.json", "config.resolved.yaml", "figures/frontier.svg")
+EXPORTED = (
+    "report.html", "summary.md", "evaluations.csv", "claims.json", "config.resolved.yaml", "figures/frontier.svg"
+)  # fmt: skip
 
 
 def load_config(*overlays: dict, folder: Path = Path(".")) -> Config:
@@ -53,7 +56,8 @@ def check_at_hand(study: Study, store: Store) -> None:
 
 def load_study(*overlays: dict, folder: Path = Path(".")) -> Study:
     """Config, plan and checks in one call."""
-    study, store = Study(load_config(*overlays, folder=folder)), Store(folder)
+    claims = load_claims(folder / CLAIMS) if (folder / CLAIMS).exists() else None
+    study, store = Study(load_config(*overlays, folder=folder), claims), Store(folder)
     check_at_hand(study, store)
     marker = store.sentinel(study.report)
     if marker.exists() and not all((folder / "results" / name).exists() for name in EXPORTED):

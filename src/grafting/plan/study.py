@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from grafting.config.claims import CLAIMS, Claim, load_claims
 from grafting.config.schema import Config, Source
 from grafting.errors import UserError
-from grafting.plan.code import code_digest
+from grafting.plan.code import PROJECT, code_digest
 from grafting.plan.jobs import Job, key_of
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
 from grafting.plan.reporting import report_of
@@ -21,8 +22,10 @@ from grafting.training.objectives import OBJECTIVES
 class Study:
     """All jobs of one configuration. `jobs` maps ids to jobs in an order in which they could run."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, claims: list[Claim] | None = None) -> None:
         self.config = config
+        #: what the report tests; the project's own claims unless a study brings others
+        self.claims = load_claims(PROJECT / CLAIMS) if claims is None else claims
         self.jobs: dict[str, Job] = {}
         self.families: list[Family] = []
         self.evaluations: list[dict] = []

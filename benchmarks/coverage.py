@@ -1,11 +1,11 @@
 """How often 95 % intervals hold the truth at few seeds: the choice of the interval method, on data with known truth.
 
-    python benchmarks/coverage.py            # about two minutes; the table of docs/statistics.md
+    python benchmarks/coverage.py            # minutes; the table of docs/statistics.md
     python benchmarks/coverage.py --runs 200 # quicker and coarser
 
-Two methods answer the same items. An item has a difficulty, each method's training run (a seed) an offset; an answer is
-right with probability sigmoid(level + difficulty) + offset. The statistic is the difference of the two accuracies, as in
-the claims; then one accuracy by itself, near the ceiling, and the difference of two hypervolumes.
+Two methods answer the same items. An item has a difficulty, each method's training run (a seed) an offset; an
+answer is right with probability sigmoid(level + difficulty) + offset. The statistic is the difference of the two
+accuracies, as in the claims; then one accuracy by itself, near the ceiling, and the difference of two hypervolumes.
 """
 
 from __future__ import annotations

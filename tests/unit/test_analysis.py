@@ -17,10 +17,11 @@ import pandas as pd
 import pytest
 import synthetic_study as synthetic
 
-from grafting.analysis import claims, figures, report, tables
+from grafting.analysis import claims, report, sequence, tables
 from grafting.analysis.collect import CLOCK, collect
+from grafting.analysis.figures import frontier as frontier_figure
 from grafting.analysis.published import Comparison, compare, write_published
-from grafting.analysis.statistics import ITEMS_ONLY, Estimate, difference, estimate, interval
+from grafting.analysis.statistics import ITEMS_ONLY, Answers, Estimate, difference, estimate, interval
 from grafting.errors import UserError
 
 
@@ -58,9 +59,9 @@ def test_interval_refuses_strata_of_unequal_seeds():
 def test_difference_pairs_seeds_and_items():
     """Equal answers differ by nothing, however much the answers themselves vary."""
     answers = np.random.default_rng(0).random((3, 30)) < np.linspace(0, 1, 30)
-    a = {s: {("t", str(i)): float(answers[s, i]) for i in range(30)} for s in range(3)}
+    a = {s: Answers.of({("t", f"{i:02d}"): float(answers[s, i]) for i in range(30)}) for s in range(3)}
     assert difference(a, a).mean == 0 and difference(a, a).half < estimate(a).half / 1.5
-    partly = {s: dict(list(values.items())[:20]) for s, values in a.items() if s != 1}
+    partly = {s: Answers(own.keys[:20], own.values[:20]) for s, own in a.items() if s != 1}
     assert (difference(a, partly).seeds, difference(a, partly).items) == (2, 20)
     assert difference(a, {}) is None
 
@@ -69,7 +70,7 @@ def test_difference_by_hand():
     """2 seeds x 2 items, a - b = [[1, 0], [1, 1]]: seed means 1/2, 1; item means 1, 1/2."""
     a = {0: {("t", "x"): 1.0, ("t", "y"): 1.0}, 1: {("t", "x"): 1.0, ("t", "y"): 1.0}}
     b = {0: {("t", "x"): 0.0, ("t", "y"): 1.0}, 1: {("t", "x"): 0.0, ("t", "y"): 0.0}}
-    found = difference(a, b)
+    found = difference(*({seed: Answers.of(values) for seed, values in side.items()} for side in (a, b)))
     seeds, items = 12.706204736174694**2 * 0.125 / 2, 1.959963984540054**2 * (0.125 / 2 + 2 / 4)
     assert (found.mean, found.seeds, found.items) == (0.75, 2, 2)
     assert found.half == pytest.approx(math.sqrt(seeds + items))
@@ -349,7 +350,7 @@ def test_a_study_without_selections_is_reported(tmp_path):
 def test_validation_curves_keep_donors_masks_and_operators_apart(study):
     _, job = study
     read = collect(job)
-    single = figures.curves(read, "single", "own")
+    single = frontier_figure.curves(read, "single", "own")
     assert [c.name for c in single if not c.masked] == [
         "OPSD, scaled", "SFT, scaled", "graft from base", "graft from p60", "graft from p80",
     ]  # fmt: skip
@@ -362,7 +363,7 @@ def test_validation_curves_keep_donors_masks_and_operators_apart(study):
     assert len(base) == 9  # tasks x seeds
     means = (np.mean([p.accuracy(suite) for p in base]) for suite in ("prior", "new"))
     assert curve.points[1] == pytest.approx((0.8, *means))
-    assert {c.name for c in figures.curves(read, "sequential", "own")} == {
+    assert {c.name for c in frontier_figure.curves(read, "sequential", "own")} == {
         "SFT, merged after each task", "OPSD, merged after each task", "SFT, scaled", "graft from base",
     }  # fmt: skip
 
@@ -376,7 +377,7 @@ def test_figures_of_a_sequence_by_hand(study):
         1: {"wug": 0.6, "zup": 0.8, "dax": 0.3},
         2: {"wug": 0.5, "zup": 0.4, "dax": 0.9},
     }
-    found = tables.sequence_figures(read, selected, matrix)
+    found = sequence.sequence_figures(read, selected, matrix)
     start = {t: read.deployed("test", 0, t).accuracy("new", [t]) for t in ("zup", "dax")}
     assert found == pytest.approx(
         {
@@ -386,7 +387,7 @@ def test_figures_of_a_sequence_by_hand(study):
             "forward transfer": (0.2 - start["zup"] + 0.3 - start["dax"]) / 2,
         }
     )
-    assert tables.sequence_figures(read, selected, {0: matrix[0]}) == {}
+    assert sequence.sequence_figures(read, selected, {0: matrix[0]}) == {}
 
 
 def test_analysis_imports_no_torch():

@@ -226,7 +226,7 @@ class _Tester:
         self, claim: Mapping[str, Any], cell: tuple[str, str], selected: Sequence[Selected], pair: tuple[str, str],
         task: str, model: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Percentile intervals of the hierarchical bootstrap beside those of a headline comparison: a second opinion."""
+        """Percentile intervals of the hierarchical bootstrap beside a headline comparison: a second opinion."""
         if claim["kind"] != CLAIM or task != ALL:
             return {}
         sides = [runs(self.study, selected, family, task_names(self.study, cell[0]), model) for family in pair]

@@ -103,8 +103,8 @@ class Results:
             paths = sorted((self._folder.parent / "provenance").glob("*/*.json"))
             return [(str(p), p.read_bytes()) for p in paths if p.parent.name != "code"]
         listing = subprocess.run(
-            ["git", "ls-tree", "-r", "--name-only", self.name, "provenance/"], cwd=self._root, capture_output=True, text=True,
-            check=True,
+            ["git", "ls-tree", "-r", "--name-only", self.name, "provenance/"], cwd=self._root, capture_output=True,
+            text=True, check=True,
         ).stdout.splitlines()  # fmt: skip
         names = [n for n in listing if n.endswith(".json") and not n.startswith("provenance/code/")]
         asked = "".join(f"{self.name}:./{name}\n" for name in names)
@@ -155,7 +155,7 @@ def _from_counts(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(before: Results, after: Results, everything: bool = False) -> list[str]:
-    """Lines for a person: settings, code, verdicts, accuracies, cost. `everything`: also what is within its interval."""
+    """Lines for a person: settings, code, verdicts, accuracies, cost. `everything`: also within the interval."""
     return [
         f"{before.name} -> {after.name}",
         *_section("Settings", _settings(before, after)),

@@ -1,4 +1,4 @@
-"""Tables for other tools: tidy CSV and Parquet, LaTeX, and what `dvc plots` draws. docs/reference/results.md lists them."""
+"""Tables for other tools: CSV and Parquet, LaTeX, what `dvc plots` draws. See docs/reference/results.md."""
 
 from __future__ import annotations
 

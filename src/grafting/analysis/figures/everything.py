@@ -15,12 +15,14 @@ from grafting.analysis.figures.style import RC, save
 #: file name -> (title, what it shows); in the order of the report
 FIGURES = {
     "frontier": ("Frontier", "Prior accuracy against new-task accuracy. Curves: validation, over the scale λ (small "
-                 "numbers). Large marks: test, what validation chose, with 95 % intervals. Up and to the right is better."),
+                 "numbers). Large marks: test, what validation chose, with 95 % intervals. Up and to the right "
+                 "is better."),
     "sequence": ("A sequence of tasks", "Test accuracy after every stage, per task (grey: the stage at which it is "
                  "learned), on the prior skills, and normalised: 0 is the deployed model, 1 the best that any method "
                  "reached, mean over the tasks learned so far."),
     "matrix": ("Accuracy after every stage", "a[i][j]: test accuracy on task j after stage i, mean over seeds."),
-    "scales": ("Scale", "Accuracy against λ, validation, mean over seeds and tasks: what a larger scale gains and costs."),
+    "scales": ("Scale", "Accuracy against λ, validation, mean over seeds and tasks: what a larger scale gains "
+    "and costs."),
     "donors": ("Donor", "Accuracy against the donor's place in the lineage, validation, 95 % intervals, no mask."),
     "masks": ("Mask", "Accuracy under every mask, validation, 95 % intervals; hollow marks are random masks of the "
               "same size."),

@@ -209,7 +209,8 @@ def draw_cost(study: Study) -> Any | None:
                     name,
                     axes[row][column].errorbar(
                         x, 100 * value.mean, yerr=whiskers(value), color=colour, marker=marker, markersize=size - 1,
-                        markeredgecolor=BLACK, markeredgewidth=0.7, elinewidth=0.9, capsize=2, linestyle="none", zorder=4,
+                        markeredgecolor=BLACK, markeredgewidth=0.7, elinewidth=0.9, capsize=2, linestyle="none",
+                        zorder=4,
                     ),
                 )  # fmt: skip
                 drawn = True

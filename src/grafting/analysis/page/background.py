@@ -38,14 +38,18 @@ def _leaves(value: Any, path: str = "") -> list[tuple[str, str]]:
 def methods(study: Study, claims: Mapping[str, Any]) -> str:
     """The method in short, and every setting."""
     text = [
-        "Grafting fine-tunes a donor checkpoint, θ = θ₀ + λ·Δ with Δ = SFT(θ_d) − θ_d, optionally masking the directions to "
+        "Grafting fine-tunes a donor checkpoint, θ = θ₀ + λ·Δ with Δ = SFT(θ_d) − θ_d, optionally masking the "
+        "directions to "
         "which the deployed model θ₀ is most sensitive. " + tables.opsd_sentence(claims["opsd"]),
-        "Learning rate, donor, λ and mask are chosen by validation data, mean over seeds; test data are read once, for what "
+        "Learning rate, donor, λ and mask are chosen by validation data, mean over seeds; test data are read "
+        "once, for what "
         "was chosen. Old-task (prior) accuracy is the mean over the capabilities to keep.",
         f"Intervals are over seeds and items (Student's t over seeds and a normal term over items, added in square). "
-        f"{COVERAGE} Beside the headline comparisons claims.json holds the percentile interval of a hierarchical bootstrap "
+        f"{COVERAGE} Beside the headline comparisons claims.json holds the percentile interval of a hierarchical "
+        "bootstrap "
         "(seeds, then items, 10 000 draws).",
-        "Frontier claims compare point sets of equal size. Of the larger set those are kept that dominate most on one half "
+        "Frontier claims compare point sets of equal size. Of the larger set those are kept that dominate most "
+        "on one half "
         "of the validation items; they are compared on the other half, and the other way round.",
     ]
     body = [[key, value] for key, value in _leaves(study.spec["settings"])]
@@ -101,7 +105,8 @@ def provenance(records: Mapping[str, Mapping[str, Any]]) -> str:
     for job_id, sidecar in records.items():
         groups.setdefault(job_id.partition("/")[0], []).append(_record(job_id, sidecar, records))
     note = (
-        "A job is named by the hash of its settings, inputs and code. Each entry leads on to its inputs, to the record itself "
+        "A job is named by the hash of its settings, inputs and code. Each entry leads on to its inputs, to the "
+        "record itself "
         "(provenance/) and to what its code digest is made of. <code>grafting trace</code> prints the same tree."
     )
     return f'<p class="note">{note}</p>' + "\n".join(

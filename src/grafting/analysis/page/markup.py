@@ -29,7 +29,8 @@ def plain(header: Sequence[str], body: Sequence[Sequence[Any]]) -> str:
 def live(name: str, title: str, header: Sequence[str], body: Sequence[Sequence[Any]], numeric: Collection[str]) -> str:
     """A table that can be sorted by every column and filtered by words. `numeric`: columns of numbers."""
     return (
-        f'<p class="filter"><label for="{name}-filter">Filter: <span class="soft">words that a row must hold</span></label>'
+        f'<p class="filter"><label for="{name}-filter">Filter: <span class="soft">words that a row must '
+        "hold</span></label>"
         f'<input id="{name}-filter" type="search" data-table="{name}" autocomplete="off" spellcheck="false">'
         f'<output id="{name}-said" class="soft" aria-live="polite">{len(body)} rows</output></p>'
         f'<div class="scroll" role="region" aria-label="{escape(title)}" tabindex="0"><table class="live" id="{name}">'

@@ -33,7 +33,8 @@ th,td{padding:.34rem .6rem;text-align:left;vertical-align:top;border-bottom:1px 
 td.n,th.n{text-align:right;white-space:nowrap}
 thead th{position:sticky;top:0;background:var(--tint);white-space:nowrap;z-index:1}
 tbody tr:last-child td{border-bottom:0}
-th button{font:inherit;font-weight:600;color:inherit;background:none;border:0;padding:0;cursor:pointer;text-align:inherit}
+th button{font:inherit;font-weight:600;color:inherit;background:none;border:0;padding:0;cursor:pointer;
+text-align:inherit}
 th button::after{content:" \\2195";color:var(--soft);font-weight:400}
 th[aria-sort=ascending] button::after{content:" \\2191";color:var(--link)}
 th[aria-sort=descending] button::after{content:" \\2193";color:var(--link)}

@@ -75,10 +75,13 @@ def verdict(study: Study, said: Mapping[str, Any]) -> str:
         f"<p><strong>Missing, and not averaged over:</strong></p>{items(said['missing'])}" if said["missing"] else ""
     )
     return (
-        '<p class="lead">The claim, that one validation-selected graft is at least as good as validation-selected OPSD and '
+        '<p class="lead">The claim, that one validation-selected graft is at least as good as '
+        "validation-selected OPSD and "
         f"SFT in new-task <em>and</em> prior accuracy, is {shown(said['verdict'])}, {escape(said['condition'])}.</p>\n"
-        f"{plain(header, body)}\n{absent}<p>Left minus right on test data, in points of accuracy, with 95 % intervals:</p>\n"
-        f'{lines}\n<p class="note">{escape(tables.sentence(said["definition"]))} All comparisons with OPSD and SFT, task by '
+        f"{plain(header, body)}\n{absent}<p>Left minus right on test data, in points of accuracy, with 95 % "
+        "intervals:</p>\n"
+        f'{lines}\n<p class="note">{escape(tables.sentence(said["definition"]))} All comparisons with OPSD and '
+        "SFT, task by "
         f"task too: {tally}. {escape(opsd)}</p>"
     )
 
@@ -109,8 +112,10 @@ def results(study: Study, records: Mapping[str, Any]) -> str:
             ]
         )  # fmt: skip
     note = (
-        "Accuracy on test data ± half of a 95 % interval; <em>i</em>: over items only. <em>n</em>: items × seeds behind new / "
-        "prior. Cost: training of one selected checkpoint with its rollouts, mean over tasks and seeds; search: training of "
+        "Accuracy on test data ± half of a 95 % interval; <em>i</em>: over items only. <em>n</em>: items × seeds "
+        "behind new / "
+        "prior. Cost: training of one selected checkpoint with its rollouts, mean over tasks and seeds; search: "
+        "training of "
         "all candidates. <em>of</em>: number of candidates. The last column leads to the records of test and selection."
     )
     table = selection_table(study)
@@ -123,7 +128,8 @@ def results(study: Study, records: Mapping[str, Any]) -> str:
     numeric = {"new task, %", "prior, %", "of", "generated", "backpropagated", "FLOPs", "search FLOPs", "CPU s"}
     return (
         f'<p class="note">{note}</p>{live("t-results", "Results", header, body, numeric)}'
-        '<h3>All candidates, validation data</h3><p class="note">Accuracies in per cent; score is what was maximised.</p>'
+        '<h3>All candidates, validation data</h3><p class="note">Accuracies in per cent; score is what was '
+        "maximised.</p>"
         f"{live('t-candidates', 'Candidates', names, listed, {'score', 'new', 'prior'})}{_gate(study)}"
     )
 
@@ -156,7 +162,8 @@ def claims(study: Study, said: Mapping[str, Any]) -> str:
         for c in said["comparisons"]
     ]  # fmt: skip
     note = (
-        "Claims are data: claims.yaml. Difference in points [95 % interval]; a statistic that is one number stands in the "
+        "Claims are data: claims.yaml. Difference in points [95 % interval]; a statistic that is one number "
+        "stands in the "
         "column <em>prior</em> (hypervolume: points of the unit square). <em>Holm</em>: the verdict at 5 % for all "
         "comparisons of one kind together."
     )
@@ -185,7 +192,8 @@ def sequence(study: Study) -> str:
              *curve, *[("", None)] * (len(stages) - len(curve)), str(row["seeds"])]
         )  # fmt: skip
     note = (
-        "From a[i][j], test accuracy on task j after stage i, mean over seeds. Forgetting: best earlier minus last accuracy; "
+        "From a[i][j], test accuracy on task j after stage i, mean over seeds. Forgetting: best earlier minus "
+        "last accuracy; "
         "backward transfer: last minus first; forward transfer: before learning minus the deployed model. Normalised: "
         "0 = the deployed model, 1 = the best that any method reached, mean over the tasks learned so far."
     )

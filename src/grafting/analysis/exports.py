@@ -45,36 +45,39 @@ def write_tables(study: Study, folder: Path) -> None:
 
 
 def write_plots(study: Study, training: Mapping[str, pd.DataFrame], folder: Path) -> None:
-    """plots/*.csv: what `dvc.yaml` tells `dvc plots` to draw, accuracies in per cent."""
+    """plots/*.csv: what `dvc.yaml` tells `dvc plots` to draw, accuracies in per cent. `series` is a line, `order` the
+    order of its points (.dvc/plots/series.json)."""
     folder.mkdir(exist_ok=True)
     lines = [
-        {"curve": f"{protocol}, {style}: {curve.name}", "scale": scale, "prior": round(100 * prior, 4),
-         "new": round(100 * new, 4)}
+        (f"{protocol}, {style}: {curve.name}", scale, round(100 * prior, 4), round(100 * new, 4))
         for protocol, style in cells(study)
         for curve in curves(study, protocol, style)
         if not curve.masked
         for scale, prior, new in curve.points
-    ]  # fmt: skip
-    _csv(pd.DataFrame(lines, columns=["curve", "scale", "prior", "new"]), folder / "curves.csv")
+    ]
     tested = [
-        {"method": f"{row['protocol']}, {row['style']}: {method_style(row['method'])[-1]}",
-         "prior": round(100 * row["prior"].mean, 4), "new": round(100 * row["new"].mean, 4)}
+        (f"{row['protocol']}, {row['style']}: {method_style(row['method'])[-1]}", 0,
+         round(100 * row["prior"].mean, 4), round(100 * row["new"].mean, 4))
         for row in rows.method_rows(study)
         if row["task"] == ALL and row["new"] and row["prior"]
     ]  # fmt: skip
-    _csv(pd.DataFrame(tested, columns=["method", "prior", "new"]), folder / "test.csv")
     sequences = [
-        {"method": method_style(row["method"])[-1], "stage": stage + 1, "normalised": round(value, 4)}
+        (method_style(row["method"])[-1], stage + 1, stage + 1, round(value, 4))
         for row in rows.sequence_rows(study)
         for stage, value in enumerate(row["normalised"])
     ]
-    _csv(pd.DataFrame(sequences, columns=["method", "stage", "normalised"]), folder / "sequence.csv")
     losses = [
-        {"learner": f"{task}: {name}", "step": int(step), "loss": round(float(value), 6)}
+        (f"{task}: {name}", int(step), int(step), round(float(value), 6))
         for (task, name), frames in grouped(study, training).items()
         for step, value in pd.concat(frames).groupby("step")["loss"].mean().items()
     ]
-    _csv(pd.DataFrame(losses, columns=["learner", "step", "loss"]), folder / "training.csv")
+    for name, found, x, y in (
+        ("curves", lines, "prior", "new"),
+        ("test", tested, "prior", "new"),
+        ("sequence", sequences, "stage", "normalised"),
+        ("training", losses, "step", "loss"),
+    ):
+        _csv(pd.DataFrame(found, columns=["series", "order", x, y]), folder / f"{name}.csv")
 
 
 def write_latex(study: Study, claims: Mapping[str, Any], folder: Path) -> None:

@@ -19,7 +19,7 @@ def method_rows(study: Study) -> Iterator[dict[str, Any]]:
     for model in [*models, ALL] if len(models) > 1 else models:
         for (protocol, style), selected in cells(study).items():
             names = task_names(study, protocol)
-            for task in dict.fromkeys([*names, ALL]) if len(names) > 1 else names:
+            for task in dict.fromkeys([ALL, *names]) if len(names) > 1 else names:
                 tasks = names if task == ALL else [task]
                 for family in in_order([s.labels["family"] for s in selected]):
                     found = runs(study, selected, family, tasks, model)

@@ -17,6 +17,8 @@ class Raw(str):
     __slots__ = ()
 
 
+#: columns of long texts
+WIDE = {"setting", "what it asks, notes", "candidate"}
 #: text, or (text, number to sort by; None sorts last)
 Cell = str | tuple[str, float | None]
 
@@ -49,7 +51,7 @@ def _body(body: Sequence[Sequence[Any]], header: Sequence[str], numeric: Collect
 
 
 def _number(column: str, numeric: Collection[str]) -> str:
-    return ' class="n"' if column in numeric else ""
+    return ' class="n"' if column in numeric else ' class="wide"' if column in WIDE else ""
 
 
 def _cell(value: Cell, kind: str) -> str:

@@ -31,6 +31,7 @@ overflow-y:auto}
 table{border-collapse:collapse;width:100%;font-size:.86rem;font-variant-numeric:tabular-nums}
 th,td{padding:.34rem .6rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
 td.n,th.n{text-align:right;white-space:nowrap}
+td.wide{min-width:16rem}
 thead th{position:sticky;top:0;background:var(--tint);white-space:nowrap;z-index:1}
 tbody tr:last-child td{border-bottom:0}
 th button{font:inherit;font-weight:600;color:inherit;background:none;border:0;padding:0;cursor:pointer;

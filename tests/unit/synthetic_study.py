@@ -13,8 +13,13 @@ import random
 import zlib
 from pathlib import Path
 from statistics import NormalDist
+from types import SimpleNamespace
 
 import numpy
+
+from grafting.config.claims import load_claims
+from grafting.plan.code import PROJECT
+from grafting.provenance.store import Store
 
 SKILLS = [f"skill{i:02d}" for i in range(19)]
 TASKS = ["wug", "zup", "dax"]
@@ -23,11 +28,25 @@ PRIOR = {"wug": 0.91, "zup": 0.79, "dax": 0.86, "all": 0.62}
 NEW = {"wug": 0.97, "zup": 0.9, "dax": 0.96, "all": 0.72}
 
 
+STAGES = {
+    "evaluations": "evaluate",
+    "tests": "evaluate",
+    "selections": "select",
+    "rollouts": "rollout",
+    "models": "merge",
+}
+CLAIMS = [claim.model_dump(mode="json") for claim in load_claims(PROJECT / "claims.yaml")]
+OTHERS = "# Source: invented\ntask,method,new_task,prior_mean\nscience,sft,60,50\nscience,opsd,70,60\n"
+
+
 class FakeJob:
     """The part of RunningJob that the report reads."""
 
-    def __init__(self, spec: dict, inputs: dict[str, list[Path]], results: Path) -> None:
+    def __init__(self, spec: dict, inputs: dict[str, list[Path]], root: Path, results: Path) -> None:
         self.spec, self._inputs, self.results, self.metrics = spec, inputs, results, {}
+        self.store = Store(root)
+        ids = {role: [f"{p.parent.name}/{p.name}" for p in paths] for role, paths in inputs.items()}
+        self.job = SimpleNamespace(inputs=ids)
 
     def inputs(self, role: str) -> list[Path]:
         return self._inputs.get(role, [])
@@ -36,20 +55,42 @@ class FakeJob:
 
     def sidecar(self, stage: str, key: str) -> dict:
         assert stage == "train"
-        opsd = ".opsd." in key
-        flops = 6 * 2_000_000 * 80 * 64 * 12 * (2 if opsd else 1)
-        return {
-            "cost": {
-                "tokens_generated": 30_000 if opsd else 0,
-                "tokens_forwarded": 120_000 if opsd else 0,
-                "tokens_backpropagated": 61_440,
-                "flops": flops,
-                "cpu_seconds": 15.5 if opsd else 8.25,
-                "wall_seconds": 15.9 if opsd else 8.5,
-                "peak_memory_bytes": 700_000_000,
-                "phases": {},
-            }
-        }
+        return self.store.read(f"train/{key}")
+
+
+def train_record(root: Path, key: str) -> None:
+    """Sentinel and payload of an invented training job."""
+    opsd = ".opsd." in key
+    cost = {
+        "tokens_generated": 30_000 if opsd else 0,
+        "tokens_forwarded": 120_000 if opsd else 0,
+        "tokens_backpropagated": 61_440,
+        "flops": 6 * 2_000_000 * 80 * 64 * 12 * (2 if opsd else 1),
+        "cpu_seconds": 15.5 if opsd else 8.25,
+        "wall_seconds": 15.9 if opsd else 8.5,
+        "peak_memory_bytes": 700_000_000,
+        "phases": {},
+    }
+    write_record(root, f"train/{key}", {"seed": int(key.rpartition(".s")[2].partition("-")[0])}, {}, cost)
+    folder = root / "store" / "train" / key
+    folder.mkdir(parents=True)
+    more = {"rollout_length": 4.0, "rollout_accuracy": 0.5} if opsd else {}
+    rows = [{"step": i, "loss": math.exp(-i / 4), **more} for i in range(1, 11)]
+    (folder / "training.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_record(root: Path, job_id: str, spec: dict, inputs: dict, cost: dict | None = None) -> None:
+    """A sentinel as the runner writes it, as far as the report reads it."""
+    stage, _, name = job_id.partition("/")
+    path = root / "provenance" / stage / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "id": job_id, "stage": stage, "name": name.rpartition("-")[0], "key": name.rpartition("-")[2], "spec": spec,
+        "inputs": inputs, "code": "c0de", "cost": cost or {"cpu_seconds": 1.0, "flops": 0},
+        "payload": {"file.json": {"sha256": "ab" * 32, "bytes": 10}}, "versions": {"numpy": "1"},
+        "git": {"revision": "f" * 40, "dirty": False}, "host": {"cpu": "invented"},
+    }  # fmt: skip
+    path.write_text(json.dumps(record))
 
 
 class StudyBuilder:
@@ -59,6 +100,7 @@ class StudyBuilder:
         self.root, self.seeds, self.model_seeds = root, list(seeds), list(model_seeds)
         self.inputs = {"evaluations": [], "selections": [], "tests": [], "rollouts": [], "models": []}
         self.evaluations, self.selections, self.rollouts = [], [], []
+        self.claims, self._recorded = CLAIMS, set()
 
     def job(self, protocols=("single", "sequential", "parallel"), results: Path | None = None) -> FakeJob:
         spec = {
@@ -77,14 +119,24 @@ class StudyBuilder:
             "selections": self.selections,
             "rollouts": self.rollouts,
             "notes": ["An invented study."],
+            "claims": self.claims,
+            "reference": {"others.csv": OTHERS},
         }
-        return FakeJob(spec, self.inputs, results or self.root / "results")
+        return FakeJob(spec, self.inputs, self.root, results or self.root / "results")
 
     def folder(self, role: str) -> tuple[int, Path]:
-        path = self.root / role / f"{len(self.inputs[role]):04d}"
+        path = self.root / "store" / STAGES[role] / f"{role}.{len(self.inputs[role]):04d}-abc"
         path.mkdir(parents=True)
+        write_record(self.root, f"{path.parent.name}/{path.name}", {"split": role}, {})
         self.inputs[role].append(path)
         return len(self.inputs[role]) - 1, path
+
+    def trained(self, candidates: list[dict]) -> None:
+        """Records of the training jobs behind candidates, each once."""
+        keys = {k for c in candidates for stages in c["trained"].values() for jobs in stages for k in jobs}
+        for key in sorted(keys - self._recorded):
+            train_record(self.root, key)
+        self._recorded |= keys
 
     def deployed(self, model_seed: int) -> None:
         for split in ("val", "test"):
@@ -98,6 +150,7 @@ class StudyBuilder:
 
     def family(self, name: str, protocol: str, style: str, task: str, model_seed: int, candidates: list[dict]) -> None:
         """Test of the candidate with the best expected score, which a selection would choose."""
+        self.trained(candidates)
         best = max(candidates, key=lambda c: sum(expected(c, protocol, style, task)))
         _, folder = self.folder("selections")
         listed = []
@@ -121,6 +174,7 @@ class StudyBuilder:
         )  # fmt: skip
 
     def validation(self, candidate: dict, protocol: str, style: str, task: str, model_seed: int) -> None:
+        self.trained([candidate])
         for seed in self.seeds:
             index, folder = self.folder("evaluations")
             stage = 2 if protocol == "sequential" else None
@@ -198,10 +252,7 @@ def accuracies(c, protocol, style, task, seed, stage, model_seed) -> tuple[dict[
 def write_point(
     folder: Path, key: str, split: str, new: dict[str, float], prior: float, labels: dict, salt: str
 ) -> None:
-    """One evaluated point whose items have a difficulty of their own, the same for every point.
-
-    Predictions are written for test points only: the report reads no others.
-    """
+    """One evaluated point whose items have a difficulty of their own, the same for every point."""
     noise, lines, scores = numpy.random.default_rng(zlib.crc32(salt.encode())), [], []
     for suite, task, accuracy in [
         *(("prior", s, prior) for s in SKILLS),
@@ -222,9 +273,8 @@ def write_point(
                        "correct": int(answers.sum()), "reasons": {}, "finish": {"stop": n}})  # fmt: skip
     content = {"name": key, "key": key, "recipe": None, "labels": labels, "scores": scores}
     (folder / f"{key}.json").write_text(json.dumps(content))
-    if split == "test":
-        with gzip.open(folder / f"{key}.jsonl.gz", "wt", compresslevel=1) as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+    with gzip.open(folder / f"{key}.jsonl.gz", "wt", compresslevel=1) as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def tiny_study(

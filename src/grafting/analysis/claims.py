@@ -1,64 +1,58 @@
-"""The claim, tested on test data read once: one validation-selected graft against OPSD and against SFT.
+"""The claims of claims.yaml, tested.
 
-Per protocol, style, task and overall: dA (new-task accuracy) and dR (prior accuracy), graft minus opponent,
-paired by seed and item, each with a 95 % interval. The verdict of a comparison is
+Per claim, protocol, style, task and overall: left minus right, paired by seed and item, with a 95 % interval.
+Statistic `both` (new-task accuracy dA and prior accuracy dR, on test data read once) is
   supported     both lower bounds >= 0 and at least one > 0,
   refuted       an upper bound < 0,
-  inconclusive  otherwise.
-A protocol and style is supported when every opponent's overall comparison is, refuted when one is; so is the
-whole study. No correction for the number of comparisons is made; it is stated beside the verdict.
+  inconclusive  otherwise;
+any other statistic is supported above its threshold, refuted below it. A protocol and style, and the study, is
+supported when every headline comparison is (an intersection-union test: it needs no correction), refuted when one
+is after Holm's correction over all headline comparisons and both accuracies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from grafting.analysis.collect import ALL, Point, Selected, Study
-from grafting.analysis.statistics import ITEMS_ONLY, Observations, difference
+from grafting.analysis import frontier
+from grafting.analysis.cells import (
+    Runs,
+    Validation,
+    affordable,
+    cells,
+    find,
+    models_of,
+    observations,
+    runs,
+    runs_of,
+    task_names,
+    tested,
+)
+from grafting.analysis.collect import ALL, Selected, Study
+from grafting.analysis.statistics import ITEMS_ONLY, Draws, Estimate, holm, paired, strata_of
+from grafting.analysis.statistics import estimate as estimate_of
 
 DEFINITION = (
     "supported: both lower bounds >= 0 and at least one > 0; refuted: an upper bound < 0; "
     "inconclusive: otherwise. Differences of test accuracy, paired by seed and item, 95 % intervals over "
-    "seeds and items; no correction for the number of comparisons."
+    "seeds and items. Overall: supported when every headline comparison is (no correction needed); refuted when one "
+    "is after Holm's correction over all headline comparisons and both accuracies."
 )
-CLAIM, CONTROL, ABLATION = "claim", "control", "ablation"
-# (kind, a, b, what the comparison asks); a - b is reported
-COMPARISONS = (
-    (CLAIM, "graft", "opsd", "grafting against on-policy self-distillation"),
-    (CLAIM, "graft", "sft", "grafting against supervised fine-tuning"),
-    (CONTROL, "graft", "opsd_scaled", "OPSD given the same scaling sweep"),
-    (CONTROL, "graft", "opsd_regraft", "OPSD, merged after every task as well"),
-    (CONTROL, "graft", "sft_scaled", "the donor and the mask, beyond scaling"),
-    (CONTROL, "sft_scaled", "opsd", "scaled SFT against OPSD"),
-    (ABLATION, "graft", "graft_unmasked", "the mask"),
-    (
-        ABLATION,
-        "graft_masked",
-        "graft_random",
-        "a Fisher mask against a random one of the same size, basis and scales",
-    ),
-    (ABLATION, "graft_unmasked", "graft_unscaled", "the scale"),
-    (ABLATION, "graft_early", "sft_scaled", "an earlier donor instead of the deployed model"),
-    (ABLATION, "graft_early", "opsd", "an earlier donor against OPSD"),
-    (
-        ABLATION,
-        "graft_sum",
-        "graft_regraft",
-        "every update learned on one donor, instead of one after the other",
-    ),
-)
+CLAIM, FRONTIER, EQUAL_COST, CONTROL, ABLATION = "claim", "frontier", "equal_cost", "control", "ablation"
+BOTH = "both"
+LEVEL = 0.05
 DIVERGENCES = {  # for readers; defined as in grafting.training.divergences, which needs torch
     "forward_kl": "forward KL = KL(teacher || student)",
     "reverse_kl": "reverse KL = KL(student || teacher)",
     "jsd": "generalised Jensen-Shannon divergence = beta KL(teacher || m) + (1 - beta) KL(student || m), "
     "m = beta teacher + (1 - beta) student",
 }
-Runs = dict[str, list[Point]]  # replicate (a seed) -> the final test points that count for it
 
 
-def verdict(new: Any, prior: Any) -> str:
-    """Verdict of one comparison from its two Estimates; "missing" when there is none."""
+def verdict(new: Estimate | None, prior: Estimate | None) -> str:
+    """Verdict of one comparison of both accuracies; "missing" when there is none."""
     if new is None or prior is None:
         return "missing"
     if new.high < 0 or prior.high < 0:
@@ -66,6 +60,13 @@ def verdict(new: Any, prior: Any) -> str:
     if min(new.low, prior.low) >= 0 and max(new.low, prior.low) > 0:
         return "supported"
     return "inconclusive"
+
+
+def verdict_of(value: Estimate | None, threshold: float) -> str:
+    """Verdict of one statistic against its threshold."""
+    if value is None:
+        return "missing"
+    return "supported" if value.low > threshold else "refuted" if value.high < threshold else "inconclusive"
 
 
 def combined(verdicts: Iterable[str]) -> str:
@@ -78,90 +79,80 @@ def combined(verdicts: Iterable[str]) -> str:
     return "supported" if set(found) == {"supported"} else "inconclusive"
 
 
-def observations(runs: Runs, suite: str) -> Observations:
-    """Item correctness per replicate; an item that several points of a replicate answered is averaged.
-
-    Strata are the tasks (skills). For "new" only the tasks that a point was trained on count.
-    """
-    result: dict[str, dict[tuple[str, str], float]] = {}
-    for seed, points in runs.items():
-        answers: dict[tuple[str, str], list[float]] = {}
-        for point in points:
-            own = set(point.tasks())
-            for key, correct in point.items.get(suite, {}).items():
-                if suite != "new" or key[0] in own:
-                    answers.setdefault(key, []).append(correct)
-        result[seed] = {key: sum(values) / len(values) for key, values in answers.items()}
-    return {seed: values for seed, values in result.items() if values}
-
-
-def cells(study: Study) -> dict[tuple[str, str], list[Selected]]:
-    """(protocol, style) -> selections, in the order of the configuration."""
-    found = {(s.labels["protocol"], s.labels["style"]) for s in study.selected}
-    order = [(p, s) for p in study.spec["protocols"] for s in study.spec["styles"]]
-    return {
-        cell: [s for s in study.selected if (s.labels["protocol"], s.labels["style"]) == cell]
-        for cell in [*(c for c in order if c in found), *sorted(found - set(order))]
-    }
-
-
-def task_names(study: Study, protocol: str) -> list[str]:
-    """What was trained in a protocol: each task in `single`, one thing ("all") in the others."""
-    return list(study.spec["tasks"]) if protocol == "single" else [ALL]
-
-
-def runs(study: Study, selected: Sequence[Selected], family: str, tasks: Sequence[str], model_seed: Any) -> Runs:
-    """Final test points of one family per seed; only seeds for which every one of `tasks` is there.
-
-    model_seed ALL: every model is one replicate (its seeds averaged), since models differ more than seeds do.
-    """
-    models = study.spec["model_seeds"] if model_seed == ALL else [model_seed]
-    result: Runs = {}
-    for model in models:
-        for seed in study.spec["seeds"]:
-            points = [
-                point
-                for s in selected
-                if s.labels["family"] == family and s.labels["model_seed"] == model and s.labels["task"] in tasks
-                for point in s.final
-                if point.labels["seed"] == seed
-            ]
-            if {point.labels["task"] for point in points} == set(tasks):
-                result.setdefault(f"m{model}" if model_seed == ALL else f"s{seed}", []).extend(points)
-    return result
+def overall(comparisons: Iterable[Mapping[str, Any]]) -> str:
+    """As `combined`; refuted only what stays so after Holm's correction."""
+    return combined(
+        "inconclusive" if c["verdict"] == "refuted" and c["adjusted"] != "refuted" else c["verdict"]
+        for c in comparisons
+    )
 
 
 def make_claims(study: Study) -> dict[str, Any]:
     """All comparisons with their verdicts, as plain data for claims.json."""
-    models = list(study.spec["model_seeds"])
-    units = [*models, ALL] if len(models) > 1 else models
-    comparisons = [
-        _comparison(study, selected, cell, kind, a, b, asks, task, model)
+    tester = _Tester(study)
+    tests = [
+        (claim, cell, selected, task, model)
         for cell, selected in cells(study).items()
-        for kind, a, b, asks in COMPARISONS
-        if _present(selected, a) and _present(selected, b)
-        for task in _scopes(study, cell[0])
-        for model in units
+        for claim in study.spec["claims"]
+        if tester.applies(claim, cell, selected)
+        for task in _scopes(study, claim, cell[0])
+        for model in tester.units
     ]
-    head = [c for c in comparisons if c["kind"] == CLAIM and c["task"] == ALL and c["model_seed"] == units[-1]]
-    protocols = [
+    comparisons = [tester.compare(*test) for test in tests]
+    head = [c for c in comparisons if c["task"] == ALL and c["model_seed"] == tester.units[-1]]
+    for kind in (CLAIM, FRONTIER, EQUAL_COST, CONTROL, ABLATION):
+        _adjust([c for c in head if c["kind"] == kind])
+    for comparison in comparisons:
+        comparison.setdefault("adjusted", None)
+        comparison.pop("estimates")
+    names = {claim["name"] for claim in study.spec["claims"]}
+    untested = sorted(names - {c["name"] for c in comparisons})
+    models = list(study.spec["model_seeds"])
+    main = [c for c in head if c["kind"] == CLAIM]
+    return {
+        "definition": DEFINITION,
+        "verdict": overall(main),
+        "opsd": opsd_setting(study.spec),
+        "condition": "conditional on one model" if len(models) == 1 else f"over {len(models)} models",
+        "main_comparisons": len(main),
+        "protocols": _by_cell(study, main),
+        FRONTIER: _summed(study, head, FRONTIER),
+        EQUAL_COST: _summed(study, head, EQUAL_COST),
+        "comparisons": comparisons,
+        "untested": untested,
+        "missing": missing(study),
+    }
+
+
+def _by_cell(study: Study, comparisons: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    return [
         {
             "protocol": protocol,
             "style": style,
-            "verdict": combined(c["verdict"] for c in head if (c["protocol"], c["style"]) == (protocol, style)),
+            "verdict": overall(c for c in comparisons if (c["protocol"], c["style"]) == (protocol, style)),
         }
         for protocol, style in cells(study)
     ]
-    return {
-        "definition": DEFINITION,
-        "verdict": combined(c["verdict"] for c in head),
-        "opsd": opsd_setting(study.spec),
-        "condition": "conditional on one model" if len(models) == 1 else f"over {len(models)} models",
-        "main_comparisons": len(head),
-        "protocols": protocols,
-        "comparisons": comparisons,
-        "missing": missing(study),
-    }
+
+
+def _summed(study: Study, head: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Any]:
+    own = [c for c in head if c["kind"] == kind]
+    return {"verdict": overall(own), "comparisons": len(own), "protocols": _by_cell(study, own)}
+
+
+def _adjust(comparisons: Sequence[dict[str, Any]]) -> None:
+    """Writes `adjusted` and `p_holm` into comparisons of one kind: verdicts at 5 % for all of them together."""
+    hypotheses = [(c, name, e) for c in comparisons for name, e in c["estimates"].items() if e is not None]
+    adjusted = holm([e.p_value(c["threshold"]) for c, _, e in hypotheses])
+    for c in comparisons:
+        own = {name: (e, p) for (other, name, e), p in zip(hypotheses, adjusted, strict=True) if other is c}
+        c["p_holm"] = {name: float(f"{p:.3g}") for name, (_, p) in own.items()}
+        if len(own) < len(c["estimates"]):
+            c["adjusted"] = "missing"
+            continue
+        below = any(e.mean < c["threshold"] and p <= LEVEL for e, p in own.values())
+        above = all(e.mean > c["threshold"] and p <= LEVEL for e, p in own.values())
+        c["adjusted"] = "refuted" if below else "supported" if above else "inconclusive"
 
 
 def opsd_setting(spec: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -172,46 +163,180 @@ def opsd_setting(spec: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"divergence": DIVERGENCES.get(opsd["divergence"], opsd["divergence"]), "teacher": opsd["teacher"]}
 
 
-def _scopes(study: Study, protocol: str) -> list[str]:
-    """The tasks to compare on, and ALL for the mean over them."""
-    return [*study.spec["tasks"], ALL] if protocol == "single" else [ALL]
+def _scopes(study: Study, claim: Mapping[str, Any], protocol: str) -> list[str]:
+    """The tasks to compare on, and ALL for the mean over them; frontiers are compared over all tasks only."""
+    each = protocol == "single" and claim["statistic"] not in frontier.STATISTICS
+    return [*study.spec["tasks"], ALL] if each else [ALL]
 
 
-def _present(selected: Sequence[Selected], family: str) -> bool:
-    return any(s.labels["family"] == family for s in selected)
+class _Tester:
+    """Compares; keeps what comparisons share."""
+
+    def __init__(self, study: Study) -> None:
+        models = list(study.spec["model_seeds"])
+        self.study, self.units = study, [*models, ALL] if len(models) > 1 else models
+        self.draws, self.validation = Draws(), Validation(study)
+        self._seen: dict[tuple, Any] = {}
+
+    def applies(self, claim: Mapping[str, Any], cell: tuple[str, str], selected: Sequence[Selected]) -> bool:
+        """Whether the cell is one of the claim's and has both methods."""
+        condition = claim["condition"]
+        wanted = all(
+            condition.get(key) is None or value in condition[key]
+            for key, value in zip(("protocols", "styles"), cell, strict=True)
+        )
+        have = {s.labels["family"] for s in selected}
+        return wanted and claim["left"] in have and not have.isdisjoint(claim["right"])
+
+    def compare(
+        self, claim: Mapping[str, Any], cell: tuple[str, str], selected: Sequence[Selected], task: str, model: Any
+    ) -> dict[str, Any]:
+        have = {s.labels["family"] for s in selected}
+        a, b = claim["left"], next(name for name in claim["right"] if name in have)
+        tasks = task_names(self.study, cell[0]) if task == ALL else [task]
+        test = self._frontier if claim["statistic"] in frontier.STATISTICS else self._accuracies
+        found, notes = test(claim, cell, selected, (a, b), tasks, model)
+        if claim["statistic"] == BOTH:
+            shown = {"new": found["new"], "prior": found["prior"]}
+            said = verdict_with(found["new"], found["prior"], claim["threshold"])
+        else:
+            found = {claim["statistic"]: found[claim["statistic"]]}
+            shown, said = {"value": found[claim["statistic"]]}, verdict_of(*found.values(), claim["threshold"])
+        return {
+            "name": claim["name"],
+            "kind": claim["kind"],
+            "asks": claim["asks"],
+            "protocol": cell[0],
+            "style": cell[1],
+            "task": task,
+            "model_seed": model,
+            "a": a,
+            "b": b,
+            "statistic": claim["statistic"],
+            "threshold": claim["threshold"],
+            "split": "val" if claim["statistic"] in frontier.STATISTICS else "test",
+            **{name: None if value is None else value.as_dict() for name, value in shown.items()},
+            "verdict": said,
+            **self._bootstrap(claim, cell, selected, (a, b), task, model),
+            "notes": [*self._seeds(found, model), *notes],
+            "estimates": found,
+        }
+
+    def _bootstrap(
+        self, claim: Mapping[str, Any], cell: tuple[str, str], selected: Sequence[Selected], pair: tuple[str, str],
+        task: str, model: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Percentile intervals of the hierarchical bootstrap beside a headline comparison: a second opinion."""
+        if claim["kind"] != CLAIM or task != ALL:
+            return {}
+        sides = [runs(self.study, selected, family, task_names(self.study, cell[0]), model) for family in pair]
+        result = {}
+        for suite in ("new", "prior"):
+            strata = strata_of(paired(*(self._observed(side, suite) for side in sides)))
+            if strata:
+                result[suite] = [round(end, 6) for end in self.draws.hierarchical(strata)]
+        return {"bootstrap": result}
+
+    def _seeds(self, found: Mapping[str, Estimate | None], model: Any) -> list[str]:
+        value = next((value for value in found.values() if value is not None), None)
+        if value is None:
+            return []
+        expected = len(self.study.spec["model_seeds"] if model == ALL else self.study.spec["seeds"])
+        notes = [f"{value.seeds} of {expected} replicates"] if value.seeds < expected else []
+        if value.basis == ITEMS_ONLY:
+            notes.append("interval over items only: says nothing about other seeds")
+        return notes
+
+    # ---- one selected point against another, on test data ---------------------------------------
+    def _accuracies(
+        self, claim: Mapping[str, Any], cell: tuple[str, str], selected: Sequence[Selected], pair: tuple[str, str],
+        tasks: Sequence[str], model: Any,
+    ) -> tuple[dict[str, Estimate | None], list[str]]:  # fmt: skip
+        notes: list[str] = []
+        if claim["condition"].get("equal"):
+            sides, notes = self._equal(claim, selected, pair, tasks, model)
+        else:
+            sides = [runs(self.study, selected, family, tasks, model) for family in pair]
+        found = {}
+        for suite in ("new", "prior"):
+            found[suite] = estimate_of(paired(*(self._observed(side, suite) for side in sides)))
+        keys = [{point.key for points in side.values() for point in points} for side in sides]
+        if keys[0] and keys[0] == keys[1]:
+            notes.append("the same checkpoints were chosen")
+        new, prior = found["new"], found["prior"]
+        if new is not None and prior is not None and (new.low > 0 > prior.high or prior.low > 0 > new.high):
+            notes.append("a trade-off: " + ("new better, prior worse" if new.low > 0 else "prior better, new worse"))
+        return found, notes
+
+    def _observed(self, side: Runs, suite: str) -> Any:
+        key = suite, tuple((name, tuple(id(point) for point in points)) for name, points in side.items())
+        if key not in self._seen:
+            self._seen[key] = observations(side, suite)
+        return self._seen[key]
+
+    def _equal(
+        self, claim: Mapping[str, Any], selected: Sequence[Selected], pair: tuple[str, str], tasks: Sequence[str],
+        model: Any,
+    ) -> tuple[list[Runs], list[str]]:  # fmt: skip
+        """Test points of what validation chooses from the candidates that both can pay for."""
+        measure, notes, chosen = claim["condition"]["equal"], [], [{}, {}]
+        for task in tasks:
+            for m in models_of(self.study, model):
+                both = [find(selected, family, task, m) for family in pair]
+                if None in both:
+                    continue
+                budget = min(s.search_cost[measure] for s in both)
+                for side, s in enumerate(both):
+                    kept = affordable(self.study, s, budget, measure)
+                    chosen[side][task, m], best = tested(selected, task, m, kept)
+                    every = len(s.choice["candidates"])
+                    if len(kept) < every:
+                        notes.append(f"{pair[side]}, {task}: {len(kept)} of {every} candidates are within the budget")
+                    if kept and not best:
+                        notes.append(f"{pair[side]}, {task}: the best of them was not tested; the next best stands in")
+        sides = [runs_of(self.study, partial(_get, part), tasks, model) for part in chosen]
+        return sides, list(dict.fromkeys(notes))
+
+    # ---- one set of points against another, on validation data ----------------------------------
+    def _frontier(
+        self, claim: Mapping[str, Any], cell: tuple[str, str], selected: Sequence[Selected], pair: tuple[str, str],
+        tasks: Sequence[str], model: Any,
+    ) -> tuple[dict[str, Estimate | None], list[str]]:  # fmt: skip
+        notes, sets, every = [], [], []
+        models = models_of(self.study, model)
+        for task in tasks:
+            both = [find(selected, family, task, models[0]) for family in pair]
+            if None in both:
+                return {claim["statistic"]: None}, [f"{task}: no such candidates"]
+            lists = [s.choice["candidates"] for s in both]
+            if measure := claim["condition"].get("equal"):
+                budget = min(s.search_cost[measure] for s in both)
+                lists = [affordable(self.study, s, budget, measure) for s in both]
+            sets.append([[self.validation.of(cell, task, model, c["label"]) for c in part] for part in lists])
+            every += [runs_ for part in sets[-1] for runs_ in part]
+        shared = set.intersection(*(set(runs_) for runs_ in every)) if every else set()
+        seeds = sorted(shared)
+        if not seeds:
+            return {claim["statistic"]: None}, ["no seed has every candidate's validation points"]
+        wholes = [tuple(frontier.side(part, seeds) for part in parts) for parts in sets]
+        outcome = None
+        if all(None not in pair_ for pair_ in wholes):
+            outcome = frontier.contrast(claim["statistic"], wholes, self.draws)
+        if outcome is None:
+            return {claim["statistic"]: None}, ["too few candidates or validation items"]
+        notes.append(f"{outcome.points} point{'s' if outcome.points > 1 else ''} per method")
+        return {claim["statistic"]: outcome.estimate}, notes
 
 
-def _comparison(
-    study: Study, selected: Sequence[Selected], cell: tuple[str, str], kind: str, a: str, b: str, asks: str,
-    task: str, model_seed: Any,
-) -> dict[str, Any]:  # fmt: skip
-    tasks = task_names(study, cell[0]) if task == ALL else [task]
-    first, second = (runs(study, selected, family, tasks, model_seed) for family in (a, b))
-    new, prior = (difference(observations(first, suite), observations(second, suite)) for suite in ("new", "prior"))
-    expected = len(study.spec["model_seeds"] if model_seed == ALL else study.spec["seeds"])
-    notes = []
-    if new is not None and new.seeds < expected:
-        notes.append(f"{new.seeds} of {expected} replicates")
-    if new is not None and new.basis == ITEMS_ONLY:
-        notes.append("interval over items only: says nothing about other seeds")
-    if first and {p.key for runs_ in first.values() for p in runs_} == {p.key for r in second.values() for p in r}:
-        notes.append("the same checkpoints were chosen")
-    if new is not None and prior is not None and (new.low > 0 > prior.high or prior.low > 0 > new.high):
-        notes.append("a trade-off: " + ("new better, prior worse" if new.low > 0 else "prior better, new worse"))
-    return {
-        "kind": kind,
-        "asks": asks,
-        "protocol": cell[0],
-        "style": cell[1],
-        "task": task,
-        "model_seed": model_seed,
-        "a": a,
-        "b": b,
-        "new": None if new is None else new.as_dict(),
-        "prior": None if prior is None else prior.as_dict(),
-        "verdict": verdict(new, prior),
-        "notes": notes,
-    }
+def _get(chosen: Mapping[tuple[str, Any], Selected | None], task: str, model: Any) -> Selected | None:
+    return chosen.get((task, model))
+
+
+def verdict_with(new: Estimate | None, prior: Estimate | None, threshold: float) -> str:
+    """`verdict`, or with a threshold: both above it, or one below."""
+    if threshold == 0:
+        return verdict(new, prior)
+    return combined([verdict_of(new, threshold), verdict_of(prior, threshold)])
 
 
 def missing(study: Study) -> list[str]:
@@ -230,6 +355,6 @@ def missing(study: Study) -> list[str]:
 
 
 def counts(claims: Mapping[str, Any]) -> dict[str, int]:
-    """Number of main comparisons per verdict, tasks included."""
+    """Number of headline comparisons per verdict, tasks included."""
     verdicts = [c["verdict"] for c in claims["comparisons"] if c["kind"] == CLAIM]
     return {name: verdicts.count(name) for name in ("supported", "refuted", "inconclusive", "missing")}

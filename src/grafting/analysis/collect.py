@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from grafting.analysis.statistics import Answers, Key
 from grafting.errors import UserError
 
 LABELS = (
@@ -39,17 +42,37 @@ class Point:
     scores: Sequence[Mapping[str, Any]]
     trained: tuple[str, ...]  # keys of the training jobs
     cost: Mapping[str, float]
+    pool: dict[tuple[Key, ...], tuple[Key, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
-    def items(self) -> dict[str, dict[tuple[str, str], float]]:
-        """Suite -> (task, example id) -> 1.0 if correct else 0.0, from the predictions of the point."""
+    def answers(self) -> dict[str, Answers]:
+        """Suite -> 1.0 per item answered correctly, else 0.0, from the predictions of the point."""
         suites = {score["task"]: score["suite"] for score in self.scores}
-        result: dict[str, dict[tuple[str, str], float]] = {suite: {} for suite in suites.values()}
-        with gzip.open(self.folder / f"{self.key}.jsonl.gz", "rt", encoding="utf-8") as lines:
-            for line in lines:
-                row = json.loads(line)
-                result[suites[row["task"]]][row["task"], row["id"]] = float(row["correct"])
+        found: dict[str, dict[Key, float]] = {suite: {} for suite in suites.values()}
+        path = self.folder / f"{self.key}.jsonl.gz"
+        try:
+            with gzip.open(path, "rt", encoding="utf-8") as lines:
+                for line in lines:
+                    row = json.loads(line)
+                    found[suites[row["task"]]][row["task"], row["id"]] = float(row["correct"])
+        except FileNotFoundError:
+            raise _absent(path) from None
+        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{_shown(path)}: damaged predictions ({error}); {MEND}") from None
+        result = {}
+        for suite, values in found.items():
+            n = sum(score["n"] for score in self.scores if score["suite"] == suite)
+            if len(values) != n:
+                raise UserError(f"{_shown(path)}: {len(values)} items of the {suite} suite, {n} in its record; {MEND}")
+            keys = tuple(sorted(values))
+            keys = self.pool.setdefault(keys, keys)
+            result[suite] = Answers(keys, np.array([values[key] for key in keys]))
         return result
+
+    @property
+    def record(self) -> str:
+        """Id of the evaluation that holds this point, which is also where its sidecar lies."""
+        return f"evaluate/{self.folder.name}"
 
     def tasks(self) -> list[str]:
         """New tasks that count for this point: the one it was trained on, or all after several."""
@@ -76,6 +99,7 @@ class Selected:
     points: tuple[Point, ...]
     searched: tuple[str, ...]  # keys of the training jobs behind all candidates, over all seeds
     search_cost: Mapping[str, float]
+    record: str = ""  # id of the selection
 
     @property
     def final(self) -> tuple[Point, ...]:
@@ -92,6 +116,13 @@ class Study:
     points: list[Point] = field(default_factory=list)  # validation points, and the deployed model on both splits
     selected: list[Selected] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)  # task, style, with_demonstration, accuracy, n
+    trained: dict[str, dict[str, Any]] = field(default_factory=dict)  # key -> sidecar of a training job
+
+    def cost(self, keys: Iterable[str]) -> dict[str, float]:
+        """Cost of training jobs, each once: summed, and the largest peak of memory."""
+        jobs = [self.trained[key]["cost"] for key in dict.fromkeys(keys)]
+        total = {name: sum(cost.get(name, 0) for cost in jobs) for name in (*COUNTS, *CLOCK[:2])}
+        return {**total, CLOCK[2]: max((cost.get(CLOCK[2], 0) for cost in jobs), default=0)}
 
     def deployed(self, split: str, model_seed: Any, task: str | None = None) -> Point | None:
         """The deployed model's point on `split` (on `task`, if it was evaluated task by task)."""
@@ -111,21 +142,22 @@ class Study:
 
 
 def collect(job: Any) -> Study:
-    """Reads the inputs of a report job. UserError names a payload that lacks a point."""
-    costs = _Costs(job)
-    evaluations, selections, tests = (job.inputs(role) for role in ("evaluations", "selections", "tests"))
+    """Reads the inputs of a report job. UserError names a payload that lacks a point, or holds no number."""
     study = Study(job.spec)
+    reader = _Reader(job, study)
+    evaluations, selections, tests = (job.inputs(role) for role in ("evaluations", "selections", "tests"))
     for entry in job.spec.get("evaluations", []):
         study.points.append(
-            _point(evaluations[entry["input"]], entry["point"], entry["split"], entry["labels"],
-                   entry.get("trained", []), costs)
+            reader.point(evaluations[entry["input"]], entry["point"], entry["split"], entry["labels"],
+                         entry.get("trained", []))
         )  # fmt: skip
     for entry in job.spec.get("selections", []):
-        choice = _read(selections[entry["selection"]] / "choice.json")
+        folder = selections[entry["selection"]]
+        choice = _read(folder / "choice.json")
         own = {name: entry[name] for name in ("family", "protocol", "style", "task", "model_seed")}
         searched = _searched(choice)
-        points = _test_points(tests[entry["test"]], own, choice, costs)
-        study.selected.append(Selected(own, choice, points, searched, costs(searched)))
+        points = reader.tests(tests[entry["test"]], own, choice)
+        study.selected.append(Selected(own, choice, points, searched, reader.cost(searched), f"select/{folder.name}"))
     folders = job.inputs("rollouts")
     for entry in job.spec.get("rollouts", []):
         summary = _read(folders[entry["input"]] / "summary.json")
@@ -153,53 +185,96 @@ def _trained(chosen: Mapping[str, Any], labels: Mapping[str, Any]) -> list[str]:
     return stages[-1 if stage is None else stage] if stages else []
 
 
-class _Costs:
-    """Summed cost of training jobs, given by their keys; each sentinel is read once."""
+class _Reader:
+    """Reads points; what many of them share (training records, items) is read or kept once."""
 
-    def __init__(self, job: Any) -> None:
-        self._job, self._known = job, {}
+    def __init__(self, job: Any, study: Study) -> None:
+        self._job, self._study = job, study
+        self._sums: dict[tuple[str, ...], dict[str, float]] = {}
+        self._keys: dict[tuple[Key, ...], tuple[Key, ...]] = {}
 
-    def __call__(self, trained: Sequence[str]) -> dict[str, float]:
-        jobs = [self._cost(key) for key in dict.fromkeys(trained)]
-        total = {name: sum(cost.get(name, 0) for cost in jobs) for name in (*COUNTS, *CLOCK[:2])}
-        return {**total, CLOCK[2]: max((cost.get(CLOCK[2], 0) for cost in jobs), default=0)}
+    def cost(self, trained: Sequence[str]) -> dict[str, float]:
+        keys = tuple(trained)
+        if keys not in self._sums:
+            for key in keys:
+                if key not in self._study.trained:
+                    self._study.trained[key] = self._job.sidecar("train", key)
+            self._sums[keys] = self._study.cost(keys)
+        return self._sums[keys]
 
-    def _cost(self, key: str) -> Mapping[str, float]:
-        if key not in self._known:
-            self._known[key] = self._job.sidecar("train", key)["cost"]
-        return self._known[key]
+    def point(self, folder: Path, key: str, split: str, labels: Mapping[str, Any], trained: Sequence[str]) -> Point:
+        path = folder / f"{key}.json"
+        scores = _read(path)["scores"]
+        for score in scores:
+            if not (isinstance(score["n"], int) and isinstance(score["correct"], int)) or not (
+                0 <= score["correct"] <= score["n"] > 0
+            ):
+                raise UserError(
+                    f"{_shown(path)}: {score['correct']} of {score['n']} correct on {score['task']} is no count; {MEND}"
+                )
+        labels = {name: labels.get(name) for name in LABELS}
+        return Point(folder, key, split, labels, scores, tuple(trained), self.cost(trained), self._keys)
+
+    def tests(self, folder: Path, own: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[Point, ...]:
+        """The selected candidate's points on test data, ordered by seed and stage."""
+        chosen = choice["label"]
+        points = []
+        for path in sorted(folder.glob("*.json")):
+            content = _read(path)
+            if "scores" not in content:  # protocol.json
+                continue
+            # The candidate says what it is, the point which seed and stage, the entry for which family.
+            labels = {**chosen, **{k: v for k, v in (content["labels"] or {}).items() if v is not None}, **own}
+            points.append(self.point(folder, content["key"], "test", labels, _trained(chosen, labels)))
+        return tuple(sorted(points, key=lambda p: (str(p.labels["seed"]), p.labels["stage"] or 0)))
 
 
-def _point(
-    folder: Path, key: str, split: str, labels: Mapping[str, Any], trained: Sequence[str], costs: _Costs
-) -> Point:
-    scores = _read(folder / f"{key}.json")["scores"]
-    labels = {name: labels.get(name) for name in LABELS}
-    return Point(folder, key, split, labels, scores, tuple(trained), costs(trained))
+MEND = "delete its record in provenance/ and run snakemake, which makes it again"
 
 
-def _test_points(folder: Path, own: Mapping[str, Any], choice: Mapping[str, Any], costs: _Costs) -> tuple[Point, ...]:
-    """The selected candidate's points on test data, ordered by seed and stage."""
-    chosen = choice["label"]
-    points = []
-    for path in sorted(folder.glob("*.json")):
-        content = _read(path)
-        if "scores" not in content:  # protocol.json
-            continue
-        # The candidate says what it is, the point which seed and stage, the entry for which family.
-        labels = {**chosen, **{k: v for k, v in (content["labels"] or {}).items() if v is not None}, **own}
-        points.append(_point(folder, content["key"], "test", labels, _trained(chosen, labels), costs))
-    return tuple(sorted(points, key=lambda p: (str(p.labels["seed"]), p.labels["stage"] or 0)))
+def _shown(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
+def _absent(path: Path) -> UserError:
+    return UserError(
+        f"the report needs {_shown(path)}, which is not there; "
+        "fetch the payload (dvc pull) or let `grafting repair` have it made again"
+    )
 
 
 def _read(path: Path) -> Any:
+    def constant(name: str) -> float:
+        raise UserError(f"{_shown(path)}: holds {name} where a number belongs; {MEND}")
+
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=constant)
     except FileNotFoundError:
-        raise UserError(
-            f"the report needs {path.parent.name}/{path.name}, which is not there; "
-            "fetch the payload (dvc pull) or let `grafting repair` have it made again"
-        ) from None
+        raise _absent(path) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{_shown(path)}: not valid JSON ({error}); {MEND}") from None
+
+
+def training_curves(job: Any, study: Study) -> dict[str, pd.DataFrame]:
+    """Key of a training job -> its training.jsonl, one row per step; jobs whose payload is not at hand are left out.
+
+    UserError names a file with a value that is no number.
+    """
+    curves = {}
+    for key, sidecar in study.trained.items():
+        path = job.store.root / "store" / sidecar["id"] / "training.jsonl"
+        if not path.is_file():
+            continue
+        try:
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+        except json.JSONDecodeError as error:
+            raise UserError(f"{_shown(path)}: not valid JSON ({error}); {MEND}") from None
+        for row in rows:
+            for name, value in row.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise UserError(f"{_shown(path)}: {name} is {value} at step {row.get('step')}; {MEND}")
+        curves[key] = pd.DataFrame(rows)
+    return curves
 
 
 def table(study: Study) -> pd.DataFrame:

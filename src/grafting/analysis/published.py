@@ -23,13 +23,16 @@ from grafting.errors import UserError
 
 TABLE = "evaluations.csv"
 SMALL = (
+    "report.html",
     "summary.md",
     "claims.json",
     "metrics.json",
     "selections.csv",
-    "figures/frontier.svg",
+    "accuracies.csv",
+    "sequence.csv",
     "config.resolved.yaml",
 )
+FOLDERS = ("figures/*.svg", "tables/*.tex")
 LARGEST = 1 << 20  # bytes of a table that is committed as it is; larger ones are gzipped
 MEASURED = {
     TABLE: ("n", "correct", *COUNTS),
@@ -135,8 +138,13 @@ def write_published(results: Path, published: Path) -> list[Path]:
         content = packed.getvalue()
     target.write_bytes(content)
     written = [target]
-    for name in SMALL:
+    for pattern in FOLDERS:
+        for old in published.glob(pattern):
+            old.unlink()
+    names = [*SMALL, *(p.relative_to(results).as_posix() for pattern in FOLDERS for p in sorted(results.glob(pattern)))]
+    for name in names:
         if (results / name).is_file():
+            (published / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(results / name, published / name)
             written.append(published / name)
     return written

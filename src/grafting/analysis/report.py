@@ -1,4 +1,4 @@
-"""Stage report: the study's tables, claims, figure and summary into `results/`.
+"""Stage report: the study's tables, claims, figures, summary and page into `results/`.
 
 No payload in the store: every file is written aside and renamed over the old one, so that a reader never
 sees half a file and a hard link into the DVC cache is never written through.
@@ -6,6 +6,7 @@ sees half a file and a hard link into the DVC cache is never written through.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -14,39 +15,68 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
-from grafting.analysis import figures, tables
-from grafting.analysis.claims import ALL, cells, counts, make_claims, observations, runs, task_names
-from grafting.analysis.collect import Study, collect, selection_table, table
+from grafting.analysis import exports, figures, records, tables
+from grafting.analysis.cells import cells, observations, overall_model, runs, task_names
+from grafting.analysis.claims import counts, make_claims
+from grafting.analysis.collect import Study, collect, training_curves
+from grafting.analysis.page import write_page
 from grafting.analysis.statistics import estimate
 
 
 def run(job: Any) -> None:
-    """Writes evaluations.csv, selections.csv, summary.md, metrics.json, claims.json, config.resolved.yaml and
-    figures/frontier.{svg,pdf} to `job.results`, and links models/<name>.
+    """Writes the tables (CSV, Parquet, LaTeX), claims.json, metrics.json, figures/*.{svg,pdf}, plots/*.csv, summary.md,
+    report.html and config.resolved.yaml to `job.results`, and links models/<name>.
 
-    UserError names a payload that is not there.
+    UserError names a payload that is not there or holds no number.
     """
     study = collect(job)
     claims = make_claims(study)
+    training = training_curves(job, study)
     results = Path(job.results)
     results.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".report-", dir=results))
     try:
         (aside / "figures").mkdir()
-        table(study).to_csv(aside / "evaluations.csv", index=False, lineterminator="\n")
-        selection_table(study).to_csv(aside / "selections.csv", index=False, lineterminator="\n")
+        exports.write_tables(study, aside)
+        exports.write_plots(study, training, aside / "plots")
+        exports.write_latex(study, claims, aside / "tables")
         _write(aside / "claims.json", _json(claims))
         _write(aside / "metrics.json", _json(metrics(study, claims)))
         _write(aside / "config.resolved.yaml", yaml.safe_dump(job.spec["settings"], sort_keys=False))
-        figures.write_frontier(study, aside / "figures")
+        drawn = figures.write_figures(study, aside / "figures", training, reference(job.spec), deltas(job))
+        write_page(aside / "report.html", study, claims, drawn, aside / "figures", records.behind(job))
         _write(aside / "summary.md", tables.summary(study, claims))
         _publish(aside, results)
+        for stale in set(figures.FIGURES) - set(drawn):
+            for suffix in ("svg", "pdf"):
+                (results / "figures" / f"{stale}.{suffix}").unlink(missing_ok=True)
         _link_models(job, results / "models")
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     job.metrics["verdict"] = claims["verdict"]
+
+
+def reference(spec: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+    """Title -> table of others' published figures, whose text the spec holds."""
+    return {
+        name.removesuffix(".csv").replace("_", " "): pd.read_csv(io.StringIO(text), comment="#")
+        for name, text in spec.get("reference", {}).items()
+    }
+
+
+def deltas(job: Any) -> pd.DataFrame | None:
+    """Per-tensor norms of the written grafts' updates, where their payloads have them (deltas.csv)."""
+    parts = []
+    for folder in job.inputs("models"):
+        path = folder / "deltas.csv"
+        if path.is_file():
+            frame = pd.read_csv(path)
+            if {"tensor", "relative_norm"} <= set(frame.columns):
+                parts.append(frame.assign(model=folder.name.rpartition("-")[0]))
+    return pd.concat(parts) if parts else None
 
 
 def _link_models(job: Any, folder: Path) -> None:
@@ -67,7 +97,7 @@ def _link_models(job: Any, folder: Path) -> None:
 
 def metrics(study: Study, claims: Mapping[str, Any]) -> dict[str, Any]:
     """Plain numbers for `dvc metrics`: protocol -> style -> method -> {new, prior}, and verdicts counted."""
-    model = ALL if len(study.spec["model_seeds"]) > 1 else study.spec["model_seeds"][0]
+    model = overall_model(study)
     result: dict[str, Any] = {}
     for (protocol, style), selected in cells(study).items():
         for family in dict.fromkeys(s.labels["family"] for s in selected):

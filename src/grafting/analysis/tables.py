@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grafting.analysis.claims import ALL, CLAIM, cells, counts, observations, runs, task_names
-from grafting.analysis.collect import COUNTS, DEPLOYED, Point, Selected, Study
-from grafting.analysis.statistics import ITEMS_ONLY, Estimate, estimate
+from grafting.analysis.cells import cells, deployed_estimate, observations, runs, task_names
+from grafting.analysis.claims import CLAIM, EQUAL_COST, FRONTIER, counts
+from grafting.analysis.collect import ALL, COUNTS, Selected, Study
+from grafting.analysis.figures.style import in_order, method_style
+from grafting.analysis.sequence import mean as _mean
+from grafting.analysis.sequence import sequence_figures, sequence_matrix
+from grafting.analysis.statistics import COVERAGE, ITEMS_ONLY, Estimate, Observations, estimate
+from grafting.analysis.units import si
 
-FAMILIES = {
-    "sft": "SFT",
-    "sft_scaled": "SFT, scaled",
-    "opsd": "OPSD",
-    "opsd_scaled": "OPSD, scaled",
-    "opsd_regraft": "OPSD, merged after every task",
-    "graft": "**graft**",
-    "graft_early": "graft, donor before deployed",
-    "graft_unmasked": "graft, no mask",
-    "graft_masked": "graft, Fisher mask",
-    "graft_random": "graft, random mask",
-    "graft_unscaled": "graft, λ = 1",
-    "graft_regraft": "graft, merged after every task",
-    "graft_sum": "graft, sum of updates from one donor",
-}
 STYLES = {"own": "demonstrations in the model's own style", "expert": "an expert's demonstrations"}
 ABSENT = "missing"
 
@@ -54,24 +44,33 @@ def _verdict(study: Study, claims: Mapping[str, Any]) -> str:
                 [[p["protocol"], p["style"], f"**{p['verdict']}**"] for p in claims["protocols"]],
             ),
             "",
+            *(
+                f"{words}: **{claims[kind]['verdict']}** ({claims[kind]['comparisons']} comparisons)."
+                for kind, words in (
+                    (FRONTIER, "The same of whole frontiers, equal numbers of points, validation data"),
+                    (EQUAL_COST, "The same when neither side may spend more FLOPs"),
+                )
+                if claims[kind]["comparisons"]
+            ),
+            "",
             f"All comparisons with OPSD and SFT, task by task too: {number['supported']} supported, "
             f"{number['refuted']} refuted, {number['inconclusive']} inconclusive"
             + (f", {number['missing']} missing." if number["missing"] else "."),
             "",
-            f"{claims['definition'][0].upper()}{claims['definition'][1:]}",
+            sentence(claims["definition"]),
             "",
-            f"Preset `{spec['preset']}`; learner seeds {_list(spec['seeds'])}; "
-            f"model seeds {_list(spec['model_seeds'])}; new tasks {_list(spec['tasks'])}. "
+            f"Preset `{spec['preset']}`; learner seeds {joined(spec['seeds'])}; "
+            f"model seeds {joined(spec['model_seeds'])}; new tasks {joined(spec['tasks'])}. "
             "Accuracies in per cent, ± half of a 95 % interval over seeds and items.",
             "",
-            _opsd(claims["opsd"]),
+            opsd_sentence(claims["opsd"]),
             "",
             "![prior against new-task accuracy](figures/frontier.svg)",
         ]
     )
 
 
-def _opsd(setting: Mapping[str, Any] | None) -> str:
+def opsd_sentence(setting: Mapping[str, Any] | None) -> str:
     """Which OPSD: "forward" and "reverse" are used both ways in the literature, so the KL is written out."""
     if setting is None:
         return "OPSD is not part of this study."
@@ -106,9 +105,7 @@ def _methods(study: Study, protocol: str, selected: Sequence[Selected], model: A
         have = {s.labels["task"] for s in selected if s.labels["family"] == family and s.labels["model_seed"] == model}
         lacking = [task for task in tasks if task not in have]
         if not points:
-            rows.append(
-                [FAMILIES.get(family, family), f"{ABSENT}: {_list(lacking or study.spec['seeds'])}"] + [""] * 10
-            )
+            rows.append([_title(family), f"{ABSENT}: {joined(lacking or study.spec['seeds'])}"] + [""] * 10)
             continue
         new, prior = (estimate(observations(points, suite)) for suite in ("new", "prior"))
         costs = [_mean([p.cost[name] for seed in points.values() for p in seed]) for name in (*COUNTS, "cpu_seconds")]
@@ -116,10 +113,10 @@ def _methods(study: Study, protocol: str, selected: Sequence[Selected], model: A
         candidates = sorted({len(s.choice["candidates"]) for s in chosen})
         rows.append(
             [
-                FAMILIES.get(family, family), percent(new), percent(prior), _sizes(new, prior),
+                _title(family), percent(new), percent(prior), sizes(new, prior),
                 si(costs[0]), si(costs[2]), si(costs[3]), f"{costs[4]:.1f}",
                 si(sum(s.search_cost["flops"] for s in chosen)),
-_settings(chosen),
+                settings_text(chosen),
                 "–".join(map(str, candidates)), f"{len(points)}/{len(study.spec['seeds'])}",
             ]
         )  # fmt: skip
@@ -133,33 +130,20 @@ _settings(chosen),
 
 def _deployed_row(study: Study, model: Any) -> list[str]:
     """The deployed model itself, every new task."""
-    new: dict[tuple[str, str], float] = {}
-    prior: dict[tuple[str, str], float] = {}
-    for point in _deployed_points(study, model):
-        seen = observations({"": [point]}, "new"), observations({"": [point]}, "prior")
-        new.update(seen[0].get("", {}))
-        prior.update(seen[1].get("", {}))
-    found = [estimate({"": part}) if part else None for part in (new, prior)]
-    return ["deployed", *map(percent, found), _sizes(*found), *(["0"] * 5), "", "", ""]
+    found = [deployed_estimate(study, model, suite) for suite in ("new", "prior")]
+    return ["deployed", *map(percent, found), sizes(*found), *(["0"] * 5), "", "", ""]
 
 
-def _sizes(new: Estimate | None, prior: Estimate | None) -> str:
+def sizes(new: Estimate | None, prior: Estimate | None) -> str:
     """ "150×3 / 380×3": items × seeds behind the two accuracies."""
     return " / ".join(ABSENT if value is None else f"{value.items}×{value.seeds}" for value in (new, prior))
-
-
-def _deployed_points(study: Study, model: Any) -> list[Point]:
-    return [
-        p for p in study.points
-        if p.labels["family"] == DEPLOYED and p.split == "test" and p.labels["model_seed"] == model
-    ]  # fmt: skip
 
 
 def _by_task(study: Study, selected: Sequence[Selected], model: Any) -> str:
     """Method x task: new / prior after learning that task alone."""
     rows = []
     for family in _families(selected):
-        row = [FAMILIES.get(family, family)]
+        row = [_title(family)]
         for task in study.spec["tasks"]:
             points = runs(study, selected, family, [task], model)
             new, prior = (estimate(observations(points, suite)) for suite in ("new", "prior"))
@@ -174,12 +158,12 @@ def _by_task_of_all(study: Study, selected: Sequence[Selected], model: Any) -> s
     for family in _families(selected):
         points = runs(study, selected, family, [ALL], model)
         seen = observations(points, "new")
-        rows.append([FAMILIES.get(family, family), *(percent(_on(seen, task)) for task in study.spec["tasks"])])
+        rows.append([_title(family), *(percent(_on(seen, task)) for task in study.spec["tasks"])])
     return "New-task accuracy, task by task:\n\n" + markdown(["method", *_task_titles(study)], rows)
 
 
-def _on(seen: Mapping[str, Mapping[tuple[str, str], float]], task: str) -> Estimate | None:
-    return estimate({s: own for s, v in seen.items() if (own := {k: x for k, x in v.items() if k[0] == task})})
+def _on(seen: Observations, task: str) -> Estimate | None:
+    return estimate({s: own for s, answers in seen.items() if len(own := answers.only(frozenset([task])))})
 
 
 def _matrices(study: Study, selected: Sequence[Selected], model: Any) -> str:
@@ -199,7 +183,7 @@ def _matrices(study: Study, selected: Sequence[Selected], model: Any) -> str:
         ]
         figures = sequence_figures(study, s, matrix)
         shown = ", ".join(f"{name} {_plain(value)}" for name, value in figures.items())
-        title = FAMILIES.get(s.labels["family"], s.labels["family"]).strip("*")
+        title = method_style(s.labels["family"])[-1]
         seeds = {p.labels["seed"] for p in s.points}
         if len(seeds) < len(study.spec["seeds"]):
             title += f", only {len(seeds)} of {len(study.spec['seeds'])} seeds"
@@ -207,65 +191,36 @@ def _matrices(study: Study, selected: Sequence[Selected], model: Any) -> str:
     return "\n\n".join(["Accuracy after every stage, mean over seeds:", *blocks])
 
 
-def sequence_matrix(study: Study, selected: Selected) -> dict[int, dict[str, float]]:
-    """stage -> {task or "prior": accuracy}, mean over the seeds at hand."""
-    matrix: dict[int, dict[str, float]] = {}
-    for stage in sorted({p.labels["stage"] or 0 for p in selected.points}):
-        points = [p for p in selected.points if (p.labels["stage"] or 0) == stage]
-        row = {
-            task: [a for p in points if (a := p.accuracy("new", [task])) is not None] for task in study.spec["tasks"]
-        }
-        row["prior"] = [a for p in points if (a := p.accuracy("prior")) is not None]
-        matrix[stage] = {name: _mean(values) for name, values in row.items() if values}
-    return matrix
-
-
-def sequence_figures(study: Study, selected: Selected, matrix: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    """Average accuracy, forgetting, backward and forward transfer; each only where the matrix is complete.
-
-    With T stages, task i learned at stage i, a[-1] the deployed model: average = mean_j a[T-1][j];
-    forgetting = mean_{j<T-1} max_i a[i][j] - a[T-1][j]; backward = mean_{j<T-1} a[T-1][j] - a[j][j];
-    forward = mean_{j>0} a[j-1][j] - a[-1][j] (Lopez-Paz and Ranzato 2017; Chaudhry et al. 2018).
-    """
-    tasks = study.spec["tasks"]
-    last = len(tasks) - 1
-    if any(matrix.get(i, {}).get(task) is None for i in range(len(tasks)) for task in tasks):
-        return {}
-    figures = {"average": _mean([matrix[last][task] for task in tasks])}
-    if last > 0:
-        before = tasks[:last]
-        figures["forgetting"] = _mean([max(matrix[i][t] for i in range(last)) - matrix[last][t] for t in before])
-        figures["backward transfer"] = _mean([matrix[last][t] - matrix[j][t] for j, t in enumerate(before)])
-        start = {t: study.deployed("test", selected.labels["model_seed"], t) for t in tasks[1:]}
-        if all(start.values()):
-            figures["forward transfer"] = _mean(
-                [matrix[j][t] - start[t].accuracy("new", [t]) for j, t in enumerate(tasks[1:])]
-            )
-    return figures
-
-
 def _claims(claims: Mapping[str, Any]) -> str:
+    several = len({c["model_seed"] for c in claims["comparisons"]}) > 1
     rows = [
         [
-            c["kind"], c["protocol"], c["style"], c["task"],
-            *([str(c["model_seed"])] if len({x["model_seed"] for x in claims["comparisons"]}) > 1 else []),
-            f"{c['a']} − {c['b']}", _difference(c["new"]), _difference(c["prior"]), c["verdict"],
+            c["kind"].replace("_", " "), c["protocol"], c["style"], c["task"],
+            *([str(c["model_seed"])] if several else []),
+            f"{c['a']} − {c['b']}", _difference(c.get("new")) if "new" in c else f"{c['statistic']}:",
+            _difference(c["prior"] if "prior" in c else c["value"]), c["verdict"], c["adjusted"] or "",
             "; ".join(c["notes"]),
         ]
         for c in claims["comparisons"]
         if c["kind"] == CLAIM or c["task"] == ALL
     ]  # fmt: skip
-    several = bool(rows) and len(rows[0]) == 10
     header = ["kind", "protocol", "style", "task", *(["model"] if several else []), "comparison",
-              "new, points", "prior, points", "verdict", "note"]  # fmt: skip
-    text = "Selected on validation, compared on test data: difference in points [95 % interval]. "
+              "new, points", "prior, points", "verdict", "Holm", "note"]  # fmt: skip
+    text = "Selected on validation, compared on test data: difference in points [95 % interval]. Frontiers and their "
+    text += "equal-cost versions are compared on validation data; their one statistic stands in the column *prior*. "
+    text += "*Holm*: the verdict at 5 % for all comparisons of one kind together. "
     text += "Controls and ablations task by task: claims.json."
     return f"## Comparisons\n\n{text}\n\n" + markdown(header, rows)
 
 
-def _teacher_gate(study: Study) -> str:
-    if not study.rollouts:
-        return ""
+GATE = (
+    "Sampled accuracy of the deployed model without and with the demonstration in its prompt. OPSD "
+    "learns from the second: where that is low, its result says little about OPSD."
+)
+
+
+def gate_rows(study: Study) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the teacher gate."""
     several = len(study.spec["model_seeds"]) > 1
     plain = {(r.get("model_seed"), r["task"]): r for r in study.rollouts if not r["with_demonstration"]}
     rows = [
@@ -274,23 +229,24 @@ def _teacher_gate(study: Study) -> str:
         for r in study.rollouts
         if r["with_demonstration"]
     ]  # fmt: skip
-    header = [*(["model"] if several else []), "task", "style", "without", "with demonstration"]
-    text = (
-        "Sampled accuracy of the deployed model without and with the demonstration in its prompt. OPSD "
-        "learns from the second: where that is low, its result says little about OPSD."
-    )
-    return f"## Teacher gate\n\n{text}\n\n" + markdown(header, rows)
+    return [*(["model"] if several else []), "task", "style", "without", "with demonstration"], rows
+
+
+def _teacher_gate(study: Study) -> str:
+    header, rows = gate_rows(study)
+    return f"## Teacher gate\n\n{GATE}\n\n" + markdown(header, rows) if study.rollouts else ""
 
 
 def _rollout(rollout: Mapping[str, Any] | None) -> str:
     return ABSENT if rollout is None else f"{100 * rollout['accuracy']:.1f} (n = {rollout['n']})"
 
 
-def _notes(study: Study, claims: Mapping[str, Any]) -> str:
+def limits(study: Study, claims: Mapping[str, Any]) -> list[str]:
+    """What a reader must know beside the numbers, one sentence or two each."""
     notes = list(study.spec.get("notes", []))
     recall = [task for task, kind in study.kinds().items() if kind == "recall"]
     if recall:
-        notes.append(f"† {_list(recall)}: recall of trained items; validation and test are disjoint parts of them.")
+        notes.append(f"† {joined(recall)}: recall of trained items; validation and test are disjoint parts of them.")
     if len(study.spec["model_seeds"]) == 1:
         notes.append("One model seed: every figure is conditional on that model; models differ more than seeds do.")
     if len(study.spec["seeds"]) == 1:
@@ -299,13 +255,27 @@ def _notes(study: Study, claims: Mapping[str, Any]) -> str:
         "Families choose among different numbers of candidates (column *of*); selection is by validation "
         "only, so more candidates help a little."
     )
+    notes.append(f"Intervals: {COVERAGE} Two methods that tie give `inconclusive`.")
     notes.append(
-        "Intervals: simulated coverage at 3 seeds is 96 to 99.7 % for paired differences; for single "
-        "accuracies whose seeds pile up at 100 % it can be as low as 84 %. "
-        "Two methods that tie give `inconclusive`."
+        "Frontier claims are measured on validation data, on points that were not chosen by the items they are "
+        "compared on; test data exist for selected candidates only."
     )
-    notes += [f"Missing: {line}" for line in claims["missing"]]
-    return "## Notes and limits\n\n" + "\n".join(f"* {note}" for note in notes)
+    if claims["untested"]:
+        notes.append(
+            f"Claims of claims.yaml about methods that this study does not have: {joined(claims['untested'])}."
+        )
+    for name, text in study.spec.get("reference", {}).items():
+        notes.append(f"reference/{name}: {text.splitlines()[0].lstrip('# ')}")
+    return [*notes, *(f"Missing: {line}" for line in claims["missing"])]
+
+
+def _notes(study: Study, claims: Mapping[str, Any]) -> str:
+    return "## Notes and limits\n\n" + "\n".join(f"* {note}" for note in limits(study, claims))
+
+
+def sentence(text: str) -> str:
+    """With a capital letter."""
+    return text[:1].upper() + text[1:]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -319,14 +289,6 @@ def percent(value: Estimate | None) -> str:
     if value is None:
         return ABSENT
     return f"{100 * value.mean:.1f} ± {100 * value.half:.1f}{' i' if value.basis == ITEMS_ONLY else ''}"
-
-
-def si(number: float) -> str:
-    """Three digits and a prefix: 12345 -> 12.3 k."""
-    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.3g} {prefix}"
-    return f"{number:.3g}"
 
 
 def _difference(value: Mapping[str, Any] | None) -> str:
@@ -349,7 +311,7 @@ def _setting(selected: Selected) -> str:
     return ", ".join(str(part) for part in parts if part is not None)
 
 
-def _settings(chosen: Sequence[Selected]) -> str:
+def settings_text(chosen: Sequence[Selected]) -> str:
     """The settings of several selections; tasks that chose the same are named together."""
     tasks: dict[str, list[str]] = {}
     for selected in chosen:
@@ -361,8 +323,12 @@ def _settings(chosen: Sequence[Selected]) -> str:
 
 def _families(selected: Sequence[Selected]) -> list[str]:
     """Families in the usual order, unknown ones after them."""
-    found = list(dict.fromkeys(s.labels["family"] for s in selected))
-    return [*(f for f in FAMILIES if f in found), *(f for f in found if f not in FAMILIES)]
+    return in_order([s.labels["family"] for s in selected])
+
+
+def _title(family: str) -> str:
+    name = method_style(family)[-1]
+    return f"**{name}**" if family == "graft" else name
 
 
 def _task_titles(study: Study) -> list[str]:
@@ -374,9 +340,5 @@ def _plain(value: float | None) -> str:
     return ABSENT if value is None else f"{100 * value:.1f}"
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _list(values: Sequence[Any]) -> str:
+def joined(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))

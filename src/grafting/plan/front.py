@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from grafting.config import Config, resolve
+from grafting.config.claims import CLAIMS, load_claims
 from grafting.config.load import read_yaml
 from grafting.errors import UserError
 from grafting.plan.aliases import check_aliases
@@ -22,7 +23,9 @@ from grafting.tasks.sources import check_sources, read_sources
 CONFIG = "config.yaml"
 #: Outside files up to this size in all are hashed before the first job; larger ones by the job that reads them.
 HASHED_AT_ONCE = 64 << 20
-EXPORTED = ("summary.md", "evaluations.csv", "claims.json", "config.resolved.yaml", "figures/frontier.svg")
+EXPORTED = (
+    "report.html", "summary.md", "evaluations.csv", "claims.json", "config.resolved.yaml", "figures/frontier.svg"
+)  # fmt: skip
 
 
 def load_config(*overlays: dict, folder: Path = Path(".")) -> Config:
@@ -64,7 +67,8 @@ def check_at_hand(study: Study, store: Store) -> None:
 
 def load_study(*overlays: dict, folder: Path = Path(".")) -> Study:
     """Config, plan and checks in one call."""
-    study, store = Study(load_config(*overlays, folder=folder)), Store(folder)
+    claims = load_claims(folder / CLAIMS) if (folder / CLAIMS).exists() else None
+    study, store = Study(load_config(*overlays, folder=folder), claims=claims), Store(folder)
     check_aliases(study.aliases, study.jobs.values(), store)
     check_at_hand(study, store)
     marker = store.sentinel(study.report)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from grafting.config.claims import check_methods
+from grafting.plan.code import PROJECT
+
 if TYPE_CHECKING:
     from grafting.plan.study import Study
 
@@ -53,12 +56,26 @@ def report_of(study: Study) -> tuple[dict, dict[str, list[str]]]:
         ],
         "rollouts": [located(entry, "rollouts") for entry in study.rollouts],
         "notes": notes(study),
+        "claims": claims_of(study),
+        "reference": published_by_others(),
     }
     # their cost stands in the tables, so their records must be there
     for job in study.jobs.values():
         if job.stage == "train":
             inputs.place("trained", job.id)
     return spec, inputs.roles
+
+
+def claims_of(study: Study) -> list[dict]:
+    """The claims as plain data. UserError when one names a method that does not exist."""
+    families = dict.fromkeys(entry["family"] for entry in study.selections)
+    check_methods(study.claims, list(families))
+    return [claim.model_dump(mode="json") for claim in study.claims]
+
+
+def published_by_others() -> dict[str, str]:
+    """Name -> text of the tables under reference/, which the report shows beside this study's."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted((PROJECT / "reference").glob("*.csv"))}
 
 
 def notes(study: Study) -> list[str]:

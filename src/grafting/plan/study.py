@@ -9,10 +9,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from grafting.config.claims import CLAIMS, Claim, load_claims
 from grafting.config.schema import Config, Source
 from grafting.errors import UserError
 from grafting.plan.aliases import Aliases
-from grafting.plan.code import own_digest, project_aliases
+from grafting.plan.code import PROJECT, own_digest, project_aliases
 from grafting.plan.jobs import Job, key_of, point_keys
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
 from grafting.plan.reporting import report_of
@@ -44,10 +45,12 @@ class Study:
     """All jobs of one configuration. `jobs` maps ids to jobs in an order in which they could run.
 
     aliases: what is declared equal to something older; the project's `aliases.yaml` by default.
+    claims: what the report tests; the project's `claims.yaml` by default.
     """
 
-    def __init__(self, config: Config, aliases: Aliases | None = None) -> None:
+    def __init__(self, config: Config, aliases: Aliases | None = None, claims: list[Claim] | None = None) -> None:
         self.config = config
+        self.claims = load_claims(PROJECT / CLAIMS) if claims is None else claims
         self.jobs: dict[str, Job] = {}
         self.families: list[Family] = []
         self.evaluations: list[dict] = []

@@ -1,41 +1,28 @@
-"""The frontier: prior accuracy against new-task accuracy, validation curves over lambda and test points.
-
-Colours are those of Okabe and Ito; marker and line style say the same again, so that the figure survives
-grey printing. The bytes are a function of the data: no date, fixed ids.
-"""
+"""The frontier: prior accuracy against new-task accuracy, validation curves over lambda and test points."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from grafting.analysis.claims import ALL, cells, observations, runs, task_names
+from grafting.analysis.cells import cells, observations, overall_model, runs, task_names
 from grafting.analysis.collect import DEPLOYED, Point, Selected, Study
+from grafting.analysis.figures.style import (
+    BLACK,
+    BLUE,
+    GREY,
+    OWN_DONORS,
+    PURPLE,
+    donor_style,
+    method_style,
+    new_figure,
+    whiskers,
+)
 from grafting.analysis.statistics import estimate
 
-BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE, GREY = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#8A8A8A"
-)  # fmt: skip
-PRETRAINING_DONORS = ((ORANGE, (0, (1, 1))), (GREEN, (0, (3, 1, 1, 1))), (SKY, (0, (5, 1, 1, 1, 1, 1))))
-TEST_STYLES = {  # family -> (marker, colour, size in points, name)
-    "sft": ("^", RED, 8, "SFT"),
-    "sft_scaled": ("v", RED, 8, "SFT, scaled"),
-    "opsd": ("s", PURPLE, 7, "OPSD"),
-    "opsd_scaled": ("D", PURPLE, 7, "OPSD, scaled"),
-    "opsd_regraft": ("D", PURPLE, 7, "OPSD, scaled"),
-    "graft_early": ("P", SKY, 8, "graft, donor before deployed"),
-    "graft": ("o", BLUE, 9, "graft"),
-}
-OWN_DONORS = (DEPLOYED, "last", None)  # the update is learned on the model it is added to
-RC = {
-    "svg.hashsalt": "grafting", "svg.fonttype": "path", "pdf.fonttype": 42, "font.family": "DejaVu Sans",
-    "font.size": 9, "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.6, "axes.axisbelow": True,
-}  # fmt: skip
-
-
+#: shown as test points; the other families are the ablations, which would hide these
+TESTED = ("sft", "sft_scaled", "opsd", "opsd_scaled", "opsd_regraft", "graft_early", "graft")
 LEGEND_INCHES = 1.65
 
 
@@ -48,46 +35,27 @@ class Curve:
     points: tuple[tuple[float, float, float], ...]
 
 
-def write_frontier(study: Study, folder: Path) -> list[Path]:
-    """Writes frontier.svg and frontier.pdf into `folder`; nothing when no protocol has a selection."""
+def draw(study: Study) -> Any | None:
+    """The matplotlib figure, one panel per protocol and style; None when no protocol has a selection."""
     panels = cells(study)
     if not panels:
-        return []
-    import matplotlib
-
-    matplotlib.use("Agg")
-    with matplotlib.rc_context(RC):
-        figure = draw(study, panels)
-        written = []
-        for suffix, metadata in (
-            ("svg", {"Date": None, "Creator": None}),
-            ("pdf", {"CreationDate": None, "Creator": None, "Producer": None}),
-        ):
-            written.append(folder / f"frontier.{suffix}")
-            figure.savefig(written[-1], metadata=metadata)
-    return written
-
-
-def draw(study: Study, panels: Mapping[tuple[str, str], Sequence[Selected]]) -> Any:
-    """The matplotlib figure, one panel per protocol and style."""
-    from matplotlib.figure import Figure
-
+        return None
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     height = 3.5 * rows + LEGEND_INCHES
-    figure = Figure(figsize=(4.3 * columns, height), layout="constrained")
+    figure = new_figure(4.3 * columns, height)
     figure.get_layout_engine().set(rect=(0, LEGEND_INCHES / height, 1, 1 - LEGEND_INCHES / height), hspace=0.06)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     validation: dict[str, Any] = {}
     test: dict[str, Any] = {}
+    model = overall_model(study)
     for axis, ((protocol, style), selected) in zip(axes, panels.items(), strict=False):
-        model = ALL if len(study.spec["model_seeds"]) > 1 else study.spec["model_seeds"][0]
-        drawn = [(c, _draw_curve(axis, c, _curve_style(c, study))) for c in curves(study, protocol, style)]
+        drawn = [(c, _draw_curve(axis, c, curve_style(c, study))) for c in curves(study, protocol, style)]
         for curve, line in drawn:
             validation.setdefault(curve.name, line)
         _draw_deployed(axis, study, test)
-        for family, (marker, colour, size, name) in TEST_STYLES.items():
-            _draw_test(axis, study, selected, family, model, protocol, (marker, colour, size), name, test)
+        for family in TESTED:
+            _draw_test(axis, study, selected, family, model, protocol, test)
         axis.set_title(f"{protocol}, {style} demonstrations")
         axis.set_xlabel("prior accuracy (%)")
         axis.set_ylabel("new-task accuracy (%)")
@@ -174,7 +142,7 @@ def _curve_order(name: str) -> tuple[int, str]:
     return next((i for i, head in enumerate(heads) if name.startswith(head)), len(heads)), name
 
 
-def _curve_style(curve: Curve, study: Study) -> dict[str, Any]:
+def curve_style(curve: Curve, study: Study) -> dict[str, Any]:
     """Colour, line and marker of a curve; a donor has the same ones in every panel."""
     if curve.masked:
         random = "random" in curve.name
@@ -186,16 +154,11 @@ def _curve_style(curve: Curve, study: Study) -> dict[str, Any]:
         }
     style = {"markersize": 4, "linewidth": 1.3, "markerfacecolor": "white"}
     if curve.name.startswith("SFT"):
-        style |= {"color": RED, "linestyle": "--", "marker": "v"}
+        style |= donor_style(study, DEPLOYED)
     elif curve.name.startswith("OPSD"):
         style |= {"color": PURPLE, "linestyle": "-.", "marker": "D"}
-    elif curve.name.startswith("graft from base"):
-        style |= {"color": BLUE, "linestyle": "-", "marker": "o"}
     else:
-        donors = sorted({str(p.labels["donor"]) for p in study.points} - {*map(str, OWN_DONORS), "base"}, reverse=True)
-        place = next((i for i, donor in enumerate(donors) if curve.name.startswith(f"graft from {donor}")), 0)
-        colour, line = PRETRAINING_DONORS[place % len(PRETRAINING_DONORS)]
-        style |= {"color": colour, "linestyle": line, "marker": "p"}
+        style |= donor_style(study, curve.name.removeprefix("graft from ").partition(",")[0])
     if curve.name.endswith("each task"):
         style |= {"marker": "<" if curve.name.startswith("SFT") else "h", "linewidth": 2}
     if curve.name.endswith("TIES"):
@@ -211,21 +174,24 @@ def _draw_curve(axis: Any, curve: Curve, style: Mapping[str, Any]) -> Any:
 
 
 def _label_scales(axis: Any, drawn: Sequence[tuple[Curve, Any]]) -> None:
-    """Writes λ beside both ends of every curve, unless another label is there already."""
+    """Writes λ along the grafts' curves and at both ends of the others, unless another label is there already."""
     axis.autoscale_view()
     taken: list[tuple[float, float]] = []
-    for curve, line in drawn:
-        if curve.masked or len(curve.points) < 2:
-            continue
-        for end, offset in ((-1, (3, 4)), (0, (4, -8))):
-            scale, prior, new = curve.points[end]
-            x, y = axis.transData.transform((100 * prior, 100 * new))
-            if all(abs(x - u) > 18 or abs(y - v) > 12 for u, v in taken):
-                taken.append((x, y))
-                axis.annotate(
-                    f"{scale:g}", (100 * prior, 100 * new), xytext=offset, textcoords="offset points",
-                    fontsize=6.5, color=line.get_color(), zorder=3,
-                )  # fmt: skip
+    for whole in (True, False):
+        for curve, line in drawn:
+            if curve.masked or len(curve.points) < 2 or curve.name.startswith("graft from base") != whole:
+                continue
+            ends = {len(curve.points) - 1: (3, 4), 0: (4, -8)}
+            places = {**ends, **dict.fromkeys(range(1, len(curve.points) - 1), (3, 4))} if whole else ends
+            for place, offset in places.items():
+                scale, prior, new = curve.points[place]
+                x, y = axis.transData.transform((100 * prior, 100 * new))
+                if all(abs(x - u) > 18 or abs(y - v) > 12 for u, v in taken):
+                    taken.append((x, y))
+                    axis.annotate(
+                        f"{scale:g}", (100 * prior, 100 * new), xytext=offset, textcoords="offset points",
+                        fontsize=6.5, color=line.get_color(), zorder=3,
+                    )  # fmt: skip
 
 
 def _draw_deployed(axis: Any, study: Study, legend: dict[str, Any]) -> None:
@@ -239,21 +205,16 @@ def _draw_deployed(axis: Any, study: Study, legend: dict[str, Any]) -> None:
 
 def _draw_test(
     axis: Any, study: Study, selected: Sequence[Selected], family: str, model: Any, protocol: str,
-    style: tuple[str, str, int], name: str, legend: dict[str, Any],
+    legend: dict[str, Any],
 ) -> None:  # fmt: skip
     found = runs(study, selected, family, task_names(study, protocol), model)
     new, prior = (estimate(observations(found, suite)) for suite in ("new", "prior"))
     if new is None or prior is None:
         return
-    marker, colour, size = style
+    marker, colour, _, size, name = method_style(family)
     bars = axis.errorbar(
-        100 * prior.mean, 100 * new.mean, xerr=_inside(prior), yerr=_inside(new), marker=marker, color=colour,
+        100 * prior.mean, 100 * new.mean, xerr=whiskers(prior), yerr=whiskers(new), marker=marker, color=colour,
         markersize=size, markeredgecolor=BLACK, markeredgewidth=0.9, linestyle="none", elinewidth=1.1,
         capsize=2, zorder=5,
     )  # fmt: skip
     legend.setdefault(name, bars)
-
-
-def _inside(value: Any) -> list[list[float]]:
-    """Error bar lengths in points of accuracy, cut at 0 and 100 %."""
-    return [[100 * (value.mean - max(0.0, value.low))], [100 * (min(1.0, value.high) - value.mean)]]

@@ -21,7 +21,7 @@ from grafting.sensitivity.diagonal import diagonal_fisher
 from grafting.sensitivity.kfac import eigenbases, kfac_factors, linear_layers
 from grafting.sensitivity.likelihood import Sequence, encode, sample_labels
 from grafting.sensitivity.masks import apply_mask, mask_report
-from grafting.sensitivity.ranking import largest
+from grafting.sensitivity.selection import cuts
 from grafting.tasks.stage import run as build_data
 from grafting.tasks.tiny_language import VOCABULARY as VOCABULARY_TINY
 
@@ -213,13 +213,27 @@ def test_true_factors_are_seeded(model):
 # ---- ranking ----
 
 
-@given(values=st.lists(st.integers(0, 4), min_size=1, max_size=40), data=st.data())
-@settings(max_examples=80, deadline=None)
-def test_largest_is_exact_and_breaks_ties_by_index(values, data):
-    count = data.draw(st.integers(0, len(values)))
-    chosen = largest(torch.tensor(values, dtype=torch.float64), count)
-    order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
-    assert torch.nonzero(chosen)[:, 0].tolist() == sorted(order)
+@given(
+    values=st.lists(st.integers(0, 4), min_size=1, max_size=60),
+    chunk=st.integers(1, 20),
+    held=st.sampled_from([8, 1000]),
+    data=st.data(),
+)
+@settings(max_examples=150, deadline=None)
+def test_cuts_are_exact_and_break_ties_by_index(values, chunk, held, data):
+    """Whatever the chunks, and whether the scores are held at once or bracketed by a sample."""
+    scores = np.array(values, dtype=np.float64)
+    counts = data.draw(st.lists(st.integers(0, len(values)), min_size=1, max_size=3))
+
+    def scan(step):
+        return ((start, scores[start : start + chunk : step]) for start in range(0, len(scores), chunk))
+
+    for count, cut in zip(counts, cuts(scan, len(scores), counts, held)):
+        marked = np.concatenate(
+            [cut.marks(start, scores[start : start + chunk]) for start in range(0, len(scores), chunk)]
+        )
+        order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
+        assert np.flatnonzero(marked).tolist() == sorted(order)
 
 
 # ---- masks ----

@@ -96,7 +96,18 @@ _COLUMNS = 1024
 
 
 def dot(a: np.ndarray, b: np.ndarray) -> float:
-    """sum a_i b_i of one chunk: float32 in runs of 1024, float64 above; never BLAS, whose bits follow its threads."""
+    """sum a_i b_i of one chunk: float32 in runs of 1024, float64 above; never BLAS, whose bits follow its threads.
+
+    Where float32 would overflow or vanish, float64 throughout.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = _runs(a, b)
+    if a.dtype == np.float32 and not 1e-30 < abs(result) < np.inf:
+        result = _runs(a.astype(np.float64), b.astype(np.float64))
+    return result
+
+
+def _runs(a: np.ndarray, b: np.ndarray) -> float:
     whole = len(a) // _COLUMNS * _COLUMNS
     runs = np.einsum("ij,ij->i", a[:whole].reshape(-1, _COLUMNS), b[:whole].reshape(-1, _COLUMNS))
     return float(runs.sum(dtype=np.float64)) + float(np.einsum("i,i->", a[whole:], b[whole:]))

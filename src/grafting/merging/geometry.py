@@ -41,7 +41,7 @@ def slerp(inputs: Inputs, t: float) -> Piece:
     """
     gram = point_gram(inputs)
     norms = np.sqrt(np.diag(gram))
-    norms[norms <= 1e-8] = 1
+    norms[norms == 0] = 1
     cosine = float(np.clip(gram[0, 1] / (norms[0] * norms[1]), -1, 1))
     first, second = _arc(1 - t, t, cosine, abs(cosine) > 0.9995)
     return _mixture(inputs, [_excess([first, second], abs(cosine) > 0.9995), second])
@@ -64,7 +64,8 @@ def nuslerp(
         gram = _points(gram)
     else:
         gram = gram[1:, 1:]
-    norms = np.maximum(np.sqrt(np.stack([gram[0, 0], gram[1, 1]])), 1e-7)
+    norms = np.sqrt(np.stack([gram[0, 0], gram[1, 1]]))
+    norms = np.where(norms == 0, 1.0, norms)
     cosine = np.clip(gram[0, 1] / (norms[0] * norms[1]), -1, 1)
     straight = 1 - np.square(cosine) <= 1e-16
     first, second = _arc(*shares, cosine, straight)
@@ -85,10 +86,13 @@ def multislerp(inputs: Inputs, weight: Sequence[float], normalize: bool = True, 
         weight = weight / weight.sum()
     gram = point_gram(inputs) if points else gram_matrix(inputs)[1:, 1:]
     norms = np.sqrt(np.diag(gram))
-    units = weight / (norms + 1e-8)  # coefficients of the mean of the unit vectors
+    # coefficients of the mean of the unit vectors; a zero tensor has no direction
+    units = np.where(norms == 0, 0.0, weight / np.where(norms == 0, 1.0, norms))
     length = float(np.sqrt(max(0.0, units @ gram @ units)))
     if len(weight) == 1:
         coefficients = np.ones(1)
+    elif not norms.any():
+        coefficients = np.zeros(len(weight))
     elif length < 1e-8:
         if len(weight) > 2:
             raise UserError("operator multislerp: the weighted unit vectors cancel; use other weights")
@@ -107,7 +111,7 @@ def karcher(inputs: Inputs, weight: Sequence[float], max_iter: int = 10, tol: fl
     gram = point_gram(inputs)
     norms = np.sqrt(np.diag(gram))
     weight = np.asarray(weight, np.float64) / sum(weight)
-    valid = norms > tol
+    valid = norms > 0
     if not valid.any():
         return _of_points(inputs, np.zeros(len(norms)), True)
     unit = gram[np.ix_(valid, valid)] / np.outer(norms[valid], norms[valid])
@@ -180,9 +184,9 @@ def axis_gram(inputs: Inputs, axis: int | None) -> np.ndarray:
         for i in range(k):
             for j in range(i, k):
                 if axis == -1:
-                    gram[i, j, part] = np.einsum("ij,ij->i", vectors[i], vectors[j])
+                    gram[i, j, part] = (vectors[i].astype(np.float64) * vectors[j]).sum(axis=1)
                 else:
-                    gram[i, j] += (vectors[i] * vectors[j]).sum(axis=0, dtype=np.float64)
+                    gram[i, j] += (vectors[i].astype(np.float64) * vectors[j]).sum(axis=0)
                 gram[j, i] = gram[i, j]
     return gram
 

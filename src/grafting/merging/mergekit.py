@@ -36,6 +36,8 @@ def from_mergekit(data: Mapping, where: str = "mergekit file") -> MergeFile:
     operator, base = OPERATORS[method], data.get("base_model")
     entries = _entries(data, where)
     recipe: dict[str, Any] = {"operator": method, "settings": {}, "models": []}
+    if "rescale" in operator.shared and operator.shared["rescale"] != "none":
+        recipe["settings"]["rescale"] = "l1"  # mergekit's default where the paper's is another
     for name, value in (data.get("parameters") or {}).items():
         if name in _IGNORED:
             continue

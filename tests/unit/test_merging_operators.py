@@ -31,7 +31,7 @@ def write_model(folder, tensors, dtype=torch.float32, files=1):
     if files == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return folder
-    where = {name: f"model-{i % files}.safetensors" for i, name in enumerate(reversed(sorted(tensors)))}
+    where = {name: f"model-{i % files}.safetensors" for i, name in enumerate(sorted(tensors, reverse=True))}
     for file in set(where.values()):
         save_file({n: t for n, t in tensors.items() if where[n] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
@@ -75,13 +75,13 @@ def certain(case, tensor):
     """Where mergekit's choice among equal magnitudes at a threshold (which it leaves open) plays no part."""
     base = np.array(MERGEKIT["inputs"]["base"][tensor])
     sure = np.ones(base.shape, bool)
-    for model, given in case.get("model_parameters", {}).items():
-        if "density" not in given:
+    for model, chosen in case.get("model_parameters", {}).items():
+        if "density" not in chosen:
             continue
         size = np.abs(np.array(MERGEKIT["inputs"][model][tensor]) - base)
         ordered, n = np.sort(size.reshape(-1)), size.size
-        target = int(given["density"] * n)
-        top = int(given.get("gamma", 0) * n)
+        target = int(chosen["density"] * n)
+        top = int(chosen.get("gamma", 0) * n)
         for cut in {n - target - top, n - top} - {0, n}:
             if ordered[cut - 1] == ordered[cut]:
                 sure &= size != ordered[cut]
@@ -108,7 +108,7 @@ def test_agrees_with_mergekit(case, tmp_path):
         assert sure.sum() >= 4
         exact = case["input_dtype"] == "float32"
         # mergekit's own arithmetic in bfloat16 loses bits at every step
-        tolerance = dict(rtol=1e-6, atol=1e-7) if exact else dict(rtol=2.0**-6, atol=2.0**-8)
+        tolerance = {"rtol": 1e-6, "atol": 1e-7} if exact else {"rtol": 2.0**-6, "atol": 2.0**-8}
         np.testing.assert_allclose(ours[sure], theirs[sure], **tolerance)
 
 
@@ -358,9 +358,11 @@ def test_order_sharding_and_threads_change_no_bit(name, tmp_path):
         assert same(merged(recipe | {"shard_size": "1KB"}, one, threads=2), expected)
         if not OPERATORS[name].ordered:
             assert same(merged(recipe | {"models": recipe["models"][::-1]}, one), expected)
-            again = merged(recipe | {"settings": recipe["settings"] | {"seed": 5}}, one) if (
-                "seed" in OPERATORS[name].shared
-            ) else None
+            again = (
+                merged(recipe | {"settings": recipe["settings"] | {"seed": 5}}, one)
+                if ("seed" in OPERATORS[name].shared)
+                else None
+            )
             assert again is None or not same(again, expected)
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-#: Elements per chunk: the buffers of a chunk stay in a core's second-level cache. It is part of the results: partial
+#: Elements per chunk: the buffers of a chunk stay in cache. It is part of the results: partial
 #: sums are per chunk, so that they depend neither on sharding nor on the number of threads.
-CHUNK = 1 << 15
+CHUNK = 1 << 16
 
 #: piece(start, anchor, deltas) -> update; all flat, wide, of one chunk; the deltas may be overwritten.
 Piece = Callable[[int, np.ndarray, list[np.ndarray]], np.ndarray]

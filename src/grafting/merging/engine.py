@@ -26,7 +26,7 @@ from grafting.models.numerics import Format, has_negative_zero, is_finite, narro
 from grafting.models.safefiles import Checkpoint, ShardFile
 
 #: Chunks that are read at once.
-_BLOCK = 8
+_BLOCK = 4
 _NON_FINITE = "that training run went wrong, repeat it (a smaller learning rate may help)"
 
 #: (tensor name, start, delta) -> masked delta, in place; wide and flat.
@@ -98,11 +98,9 @@ class Stream(Inputs):
         """See `Inputs`."""
         donors = range(self.count) if which is None else which
         anchor = self._merge.anchor
-        models = [anchor]
-        for i in donors:
-            for model in (self._merge.donors[i].trained, self._merge.donors[i].donor):
-                if model not in models:
-                    models.append(model)
+        roles = [anchor] + [m for i in donors for m in (self._merge.donors[i].trained, self._merge.donors[i].donor)]
+        models = list(dict.fromkeys(roles))
+        once = {model for model in models if roles.count(model) == 1}
         length = self.chunk_length(rows)
         block = length * max(1, _BLOCK * CHUNK // length)
         for begin in range(0, self.size, block):
@@ -120,7 +118,8 @@ class Stream(Inputs):
                     pair = self._merge.donors[i]
                     donor = self._widen(pair.donor, models.index(pair.donor), raws, part, wide)
                     trained = self._widen(pair.trained, models.index(pair.trained), raws, part, wide)
-                    delta = self._scratch.get(("delta", i), len(base), self.wide)
+                    # in place, where nobody else needs these numbers
+                    delta = trained if pair.trained in once else self._scratch.get(("delta", i), len(base), self.wide)
                     np.subtract(trained, donor, out=delta)
                     if pair.mask is not None:
                         delta = pair.mask(self._name, begin + start, delta)
@@ -199,7 +198,13 @@ def pieces(merge: Merge, job: Job, scratch: Scratch) -> Iterator[tuple[int, np.n
     piece = build(merge.operator, inputs, job.shared, job.each, merge.points)
     stored = merge.anchor.tensors[job.name].form
     scale = job.form.wide.type(job.scale)
-    out_of = scratch.get
+    out, filled = scratch.get(("out",), max(inputs.chunk_length(rows), _BLOCK * CHUNK), job.form.storage), 0
+
+    def checked() -> np.ndarray:
+        if not is_finite(out[:filled], job.form):
+            raise UserError(f"tensor {job.name} overflows {job.form.name} at scale {job.scale}: use a smaller one")
+        return out[:filled]
+
     for start, anchor, deltas in inputs.chunks(rows=rows):
         update = piece(start, anchor, deltas)
         # -0 + 0 would be +0: where the update is 0, the anchor's bits stay
@@ -209,10 +214,13 @@ def pieces(merge: Merge, job: Job, scratch: Scratch) -> Iterator[tuple[int, np.n
         update += anchor
         if still is not None:
             np.copyto(update, anchor, where=still)
-        out = narrow(update, job.form, out_of(("out",), len(update), job.form.storage))
-        if not is_finite(out, job.form):
-            raise UserError(f"tensor {job.name} overflows {job.form.name} at scale {job.scale}: use a smaller one")
-        yield start, out
+        if filled + len(update) > len(out):
+            yield start - filled, checked()
+            filled = 0
+        spare = scratch.get(("spare",), len(update), np.dtype(np.uint32))
+        narrow(update, job.form, out[filled : filled + len(update)], spare)
+        filled += len(update)
+    yield inputs.size - filled, checked()
 
 
 def _copied(merge: Merge, job: Job, scratch: Scratch) -> Iterator[tuple[int, np.ndarray]]:

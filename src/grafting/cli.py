@@ -186,6 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     sub.add_argument("--dry-run", action="store_true", help="check everything, print what would be done")
     sub.add_argument("--threads", type=int, help="tensors worked on at once (default: the cores, at most 4)")
     sub.add_argument("--hashes", action="store_true", help="put sha256 of all weights into the model card")
+    sub.add_argument("--diagnostics", type=Path, metavar="DIR", help="norms, cosines and signs of the deltas to DIR")
     sub.add_argument("--print-recipe", action="store_true", help="print the recipe (of a mergekit file), and stop")
     options = parser.parse_args(arguments)
     try:

@@ -30,8 +30,8 @@ def merge(options: argparse.Namespace) -> int:
     if options.print_recipe:
         print(yaml.safe_dump(recipe.described(), sort_keys=False), end="")
         return 0
-    if options.out is None and not options.dry_run:
-        raise UserError("--out names the model directory to make (or use --dry-run)")
+    if options.out is None and not options.dry_run and options.diagnostics is None:
+        raise UserError("--out names the model directory to make (or use --dry-run or --diagnostics)")
     threads = default_threads() if options.threads is None else options.threads
     if threads < 1:
         raise UserError(f"--threads must be at least 1 (got {threads})")
@@ -42,6 +42,14 @@ def merge(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(describe(planned, threads))
         return 0
+    if options.diagnostics is not None:
+        from grafting.merging.diagnostics import diagnose, write
+
+        bar = Bar(planned.nbytes, "diagnostics")
+        for path in write(diagnose(planned, bar.advance), options.diagnostics):
+            print(f"written: {path}")
+        if options.out is None:
+            return 0
     bar = Bar(planned.nbytes, recipe.operator)
     publish(planned, options.out, threads, bar.advance, options.hashes)
     bar.close()

@@ -180,7 +180,9 @@ def _combined(sparse: Sequence[Sparse], weight: Sequence[float], elect: bool, no
         parts = _weighted([drop(start, delta) for drop, delta in zip(sparse, deltas)], weight)
         if elect:
             return _elected(parts, weight, normalize)
-        total = add_up(parts) if len(parts) > 1 else parts[0]
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
         if divisor != 1:
             total /= total.dtype.type(divisor)
         return total

@@ -14,7 +14,7 @@ import numpy as np
 
 #: Elements per chunk: the buffers of a chunk stay in cache. It is part of the results: partial
 #: sums are per chunk, so that they depend neither on sharding nor on the number of threads.
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 
 #: piece(start, anchor, deltas) -> update; all flat, wide, of one chunk; the deltas may be overwritten.
 Piece = Callable[[int, np.ndarray, list[np.ndarray]], np.ndarray]

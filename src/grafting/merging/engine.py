@@ -23,10 +23,10 @@ from grafting.errors import UserError
 from grafting.merging.arrays import CHUNK, Inputs, Uniforms
 from grafting.merging.registry import Operator, build, rows_of
 from grafting.models.numerics import Format, has_negative_zero, is_finite, narrow, widen
-from grafting.models.safefiles import Checkpoint, ShardFile
+from grafting.models.safefiles import Checkpoint, ShardFile, aligned_buffer
 
 #: Chunks that are read at once.
-_BLOCK = 4
+_BLOCK = 2
 _NON_FINITE = "that training run went wrong, repeat it (a smaller learning rate may help)"
 
 #: (tensor name, start, delta) -> masked delta, in place; wide and flat.
@@ -77,7 +77,7 @@ class Scratch:
         """An uninitialised buffer of `size` elements."""
         buffer = self._buffers.get((*key, dtype))
         if buffer is None or len(buffer) < size:
-            buffer = self._buffers[(*key, dtype)] = np.empty(size, dtype)
+            buffer = self._buffers[(*key, dtype)] = aligned_buffer(size * dtype.itemsize).view(dtype)
         return buffer[:size]
 
 

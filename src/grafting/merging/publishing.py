@@ -79,7 +79,7 @@ def _write(plan: Plan, folder: Path, threads: int, advance: Callable[[int], None
     where = {}
     try:
         for file, tensors in plan.files.items():
-            shards.append(ShardFile(folder / file, tensors))
+            shards.append(ShardFile(folder / file, tensors, aligned=True))
             where.update((tensor.name, shards[-1]) for tensor in tensors)
         run(plan.merge, where, threads, advance)
     finally:

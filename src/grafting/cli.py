@@ -186,6 +186,13 @@ def sources(options: argparse.Namespace) -> int:
     return 0
 
 
+def merge(options: argparse.Namespace) -> int:
+    """Merge models as a recipe says and write a complete model directory; needs no workflow."""
+    from grafting.merging.command import merge as run
+
+    return run(options)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; exit status 2 for what the user can mend."""
     parser = argparse.ArgumentParser(prog="grafting", description="Grafting against on-policy self-distillation.")
@@ -227,6 +234,15 @@ def main(arguments: list[str] | None = None) -> int:
     sub.add_argument("before", help="a git revision, or a folder of results")
     sub.add_argument("after", help="a git revision, or a folder of results", nargs="?", default="results")
     sub.add_argument("--all", action="store_true", help="also differences within their interval")
+    sub = verb(merge)
+    sub.add_argument("recipe", type=Path, nargs="?", help="a recipe (docs/reference/merging.md)")
+    sub.add_argument("--from-mergekit", type=Path, metavar="FILE", help="read a mergekit configuration instead")
+    sub.add_argument("--out", type=Path, help="the model directory to make; must not exist")
+    sub.add_argument("--dry-run", action="store_true", help="check everything, print what would be done")
+    sub.add_argument("--threads", type=int, help="tensors worked on at once (default: the cores, at most 4)")
+    sub.add_argument("--hashes", action="store_true", help="put sha256 of all weights into the model card")
+    sub.add_argument("--diagnostics", type=Path, metavar="DIR", help="norms, cosines and signs of the deltas to DIR")
+    sub.add_argument("--print-recipe", action="store_true", help="print the recipe (of a mergekit file), and stop")
     options = parser.parse_args(arguments)
     try:
         return options.function(options)

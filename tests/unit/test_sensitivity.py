@@ -16,12 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from grafting.errors import UserError
 from grafting.models import save_model
 from grafting.models.scratch import new_model, new_tokenizer
-from grafting.sensitivity import likelihood, stage
+from grafting.sensitivity import likelihood, stage, streaming
 from grafting.sensitivity.diagonal import diagonal_fisher
 from grafting.sensitivity.kfac import eigenbases, kfac_factors, linear_layers
 from grafting.sensitivity.likelihood import Sequence, encode, sample_labels
-from grafting.sensitivity.masks import apply_mask, mask_report
-from grafting.sensitivity.ranking import largest
+from grafting.sensitivity.masks import Mask, apply_mask, mask_report
+from grafting.sensitivity.selection import cuts
 from grafting.tasks.stage import run as build_data
 from grafting.tasks.tiny_language import VOCABULARY as VOCABULARY_TINY
 
@@ -213,13 +213,27 @@ def test_true_factors_are_seeded(model):
 # ---- ranking ----
 
 
-@given(values=st.lists(st.integers(0, 4), min_size=1, max_size=40), data=st.data())
-@settings(max_examples=80, deadline=None)
-def test_largest_is_exact_and_breaks_ties_by_index(values, data):
-    count = data.draw(st.integers(0, len(values)))
-    chosen = largest(torch.tensor(values, dtype=torch.float64), count)
-    order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
-    assert torch.nonzero(chosen)[:, 0].tolist() == sorted(order)
+@given(
+    values=st.lists(st.integers(0, 4), min_size=1, max_size=60),
+    chunk=st.integers(1, 20),
+    held=st.sampled_from([8, 1000]),
+    data=st.data(),
+)
+@settings(max_examples=150, deadline=None)
+def test_cuts_are_exact_and_break_ties_by_index(values, chunk, held, data):
+    """Whatever the chunks, and whether the scores are held at once or bracketed by a sample."""
+    scores = np.array(values, dtype=np.float64)
+    counts = data.draw(st.lists(st.integers(0, len(values)), min_size=1, max_size=3))
+
+    def scan(step):
+        return ((start, scores[start : start + chunk : step]) for start in range(0, len(scores), chunk))
+
+    for count, cut in zip(counts, cuts(scan, len(scores), counts, held)):
+        marked = np.concatenate(
+            [cut.marks(start, scores[start : start + chunk]) for start in range(0, len(scores), chunk)]
+        )
+        order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
+        assert np.flatnonzero(marked).tolist() == sorted(order)
 
 
 # ---- masks ----
@@ -410,3 +424,84 @@ def test_stage_writes_the_same_bytes_twice(inputs, tmp_path, estimator):
     update = {name: torch.ones_like(tensor) for name, tensor in weights.items()}
     mask = {"estimator": estimator, "rank": "fisher_delta2", "fraction": 0.01}
     assert mask_report(update, apply_mask(update, mask, {estimator: tmp_path / "one"}))["removed"] > 0
+
+
+@pytest.mark.parametrize("estimator", ["diagonal", "kfac"])
+def test_groups_of_layers_give_the_same_bytes(model, tmp_path, estimator):
+    """Streamed a layer at a time, and as the safetensors library writes what is estimated at once."""
+    traces = {}
+    for name, budget in (("whole", streaming.BUDGET), ("parts", 1)):
+        traces[name] = streaming.write_estimate(
+            model, SEQUENCES, estimator, tmp_path / name, fisher="true", seed=3, budget=budget
+        )
+        assert streaming.passes(model, estimator, budget) == (1 if name == "whole" else len(traces[name]))
+    if estimator == "diagonal":
+        tensors = diagonal_fisher(model, SEQUENCES, fisher="true", seed=3)
+    else:
+        tensors = eigenbases(kfac_factors(model, SEQUENCES, fisher="true", seed=3))
+    save_file(tensors, tmp_path / "library", metadata={"format": "pt"})
+    assert traces["whole"] == traces["parts"]
+    library = (tmp_path / "library").read_bytes()
+    assert (tmp_path / "whole").read_bytes() == library == (tmp_path / "parts").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "estimator, rank", list(itertools.product(["diagonal", "kfac"], ["fisher", "fisher_delta2", "random"]))
+)
+def test_fraction_per_tensor(update, payloads, estimator, rank):
+    mask = {"estimator": estimator, "rank": rank, "fraction": 0.25, "per": "tensor"}
+    masked = apply_mask(update, mask, payloads)
+    for name, delta in update.items():
+        if estimator == "diagonal":
+            assert int((masked[name] == 0).sum()) == round(0.25 * delta.numel())
+        elif name.endswith("_proj.weight"):
+            bases = load_file(payloads["kfac"] / "kfac.safetensors")
+            g, a = (bases[f"{name[:-7]}.{letter}.vectors"].double() for letter in "GA")
+            rotated = (g.T @ masked[name] @ a).abs()
+            assert int((rotated < 1e-5 * delta.abs().max()).sum()) == round(0.25 * delta.numel())
+
+
+@pytest.mark.parametrize("estimator", ["diagonal", "kfac"])
+def test_report_estimates_the_loss(model, update, payloads, dense_factors, estimator):
+    """1/2 d^T F d, and what is left of it, against dense Kronecker products and plain sums."""
+    mask = Mask.model_validate({"estimator": estimator, "rank": "fisher_delta2", "fraction": 0.02})
+    masked = apply_mask(update, mask, payloads)
+    report = mask_report(update, masked, mask, payloads)
+    losses = []
+    for deltas in (update, masked):
+        if estimator == "diagonal":
+            fisher = load_file(payloads["diagonal"] / "diagonal.safetensors")
+            losses.append(sum(float((fisher[n].double() * d**2).sum()) / 2 for n, d in deltas.items()))
+        else:
+            losses.append(
+                sum(
+                    float(deltas[f"{m}.weight"].T.reshape(-1) @ torch.kron(a, g) @ deltas[f"{m}.weight"].T.reshape(-1))
+                    for m, (a, g) in dense_factors.items()
+                )
+                / 2
+            )
+    assert report["loss"]["whole"] == pytest.approx(losses[0], rel=1e-4)
+    assert report["loss"]["removed"] == pytest.approx(1 - losses[1] / losses[0], rel=1e-3)
+    # ranked by what each direction costs, a small mask removes more of the loss than of the norm
+    assert report["loss"]["removed"] > 2 * report["removed"] > 0
+
+
+def test_quadratic_estimate_is_the_curvature_of_the_loss(model):
+    """F of the model's own labels is the Hessian of KL(theta_0 || theta): 1/2 d^T F d against finite differences."""
+    sequence = SEQUENCES[1]
+    generator = torch.Generator().manual_seed(0)
+    exact = exact_fisher(model, sequence)
+    name = "model.layers.1.mlp.down_proj.weight"
+    parameter = dict(model.named_parameters())[name]
+    before = log_probabilities(model, sequence).detach().double()
+    for _ in range(3):
+        row, column = (int(torch.randint(0, n, (1,), generator=generator)) for n in parameter.shape)
+        step, kl = 0.05, 0.0
+        for sign in (1, -1):  # third orders cancel
+            with torch.no_grad():
+                parameter[row, column] += sign * step
+                after = log_probabilities(model, sequence).double()
+                parameter[row, column] -= sign * step
+            kl += float((before.exp() * (before - after)).sum()) / 2
+        expected = float(exact[name][row, column]) * step**2 / 2
+        assert kl == pytest.approx(expected, rel=0.05, abs=1e-7)

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
 
+from grafting.merging.publishing import copy_companions
 from grafting.merging.recipe import Recipe
 from grafting.merging.sweep import Sweep
-from grafting.merging.weights import INDEX
-
-# What makes weights a model one can chat with; anything else in the deployed directory (logs) stays there.
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "chat_template*",
-    "additional_chat_templates",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "LICENSE*",
-    "NOTICE*",
-)
+from grafting.models.safefiles import INDEX
 
 
 def materialise(sweep: Sweep, recipe: Recipe | Mapping, out: Path, progress=None) -> None:
@@ -39,12 +20,7 @@ def materialise(sweep: Sweep, recipe: Recipe | Mapping, out: Path, progress=None
     Tied weights are written once. The bytes depend only on the inputs' contents and the recipe.
     """
     out.mkdir(parents=True, exist_ok=True)
-    for pattern in COMPANIONS:
-        for source in sorted(sweep.model.path.glob(pattern)):
-            if source.is_dir():
-                shutil.copytree(source, out / source.name, dirs_exist_ok=True, copy_function=shutil.copyfile)
-            else:
-                shutil.copyfile(source, out / source.name)
+    copy_companions(sweep.model.path, out)
     size, weight_map = 0, {}
     for file, names in sorted(sweep.model.files.items()):
         tensors = {}

@@ -1,73 +1,310 @@
-"""How several updates of one tensor become one. Pure functions on tensors.
+"""How several updates of one tensor become one: the operators that work coordinate by coordinate.
 
-Every operator takes updates delta_i = theta_i - donor_i of one shape and one floating dtype, wide already
-(float64, or float32 for 16-bit models), and returns a tensor of that shape and dtype. Sums run in the
-order of the list: floating-point addition does not associate, so a caller who wants a result that does
-not depend on the order of the donors sorts them first (merging.sweep does, by content).
+Every operator takes an `Inputs` (arrays.py) and its settings, goes through the tensor as often as it needs
+statistics, and returns a `Piece`: a pure function from a chunk of anchor and deltas to a chunk of the update.
+Sums run in the order of the donors: floating-point addition does not associate, so the engine and the sweep
+sort donors by content first. geometry.py has the operators that need angles and norms.
+
+Identities, bit for bit in float32, bfloat16 and float16, where the output is anchor + scale * update, rounded
+once: all deltas zero -> the anchor, for every operator here. One delta with weight 1 and density 1 -> that
+delta, for every operator here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from grafting.sensitivity.ranking import largest
+from grafting.merging.arrays import Inputs, Piece, add_up, keep
+from grafting.sensitivity.selection import cuts
 
-OPERATORS = ("graft", "sum", "ties")
-
-
-def combine(operator: str, updates: Sequence[Tensor], density: float | None = None) -> Tensor:
-    """The combined update of one tensor: `graft` (exactly one update), `sum`, or `ties` with a density."""
-    if operator == "graft":
-        (update,) = updates
-        return update
-    if operator == "sum":
-        return task_arithmetic(updates)
-    if operator == "ties":
-        return ties(updates, density)
-    raise ValueError(f"operator '{operator}' is not one of {OPERATORS}")
+#: (start, delta of one donor) -> the same without the dropped entries; may overwrite.
+Sparse = Callable[[int, np.ndarray], np.ndarray]
 
 
-def task_arithmetic(updates: Sequence[Tensor], weights: Sequence[float] | None = None) -> Tensor:
-    """sum_i w_i delta_i, w_i = 1 unless given (Ilharco et al. 2023, "Editing Models with Task Arithmetic").
+def task_arithmetic(inputs: Inputs, weight: Sequence[float], normalize: bool = False) -> Piece:
+    """sum_i w_i delta_i, divided by sum_i w_i if `normalize` (Ilharco et al. 2023, arXiv 2212.04089).
 
-    With one update: the graft itself.
+    With one donor and weight 1 this is the graft itself, and with scale 1 and donor = deployed it is the
+    fine-tuned model (the engine copies that one, so that it holds bit for bit).
     """
-    weights = [1.0] * len(updates) if weights is None else weights
-    total = updates[0] * weights[0]
-    for update, weight in zip(updates[1:], weights[1:], strict=True):
-        total = total + update * weight
+    return _combined([lambda _, delta: delta] * inputs.count, weight, False, normalize)
+
+
+def magnitude(inputs: Inputs, weight, density, rescale: str = "none", normalize: bool = False) -> Piece:
+    """sum_i w_i trim(delta_i, p_i): the floor(p n), at least 1, entries of largest magnitude stay.
+
+    The trim of TIES (arXiv 2306.01708) without its election. Among equal magnitudes the first by index stay.
+    """
+    return _combined(_trims(inputs, density, rescale), weight, False, normalize)
+
+
+def ties(inputs: Inputs, weight, density, rescale: str = "none", normalize: bool = True) -> Piece:
+    """TIES: trim, elect sign, disjoint mean (Yadav et al. 2023, arXiv 2306.01708, algorithm 1).
+
+    x_i = w_i trim(delta_i, p_i); s = sign(sum_i x_i) per coordinate, a sum of exactly 0 electing +; the update
+    is sum x_i / sum w_i over the x_i whose sign is s, 0 where there is none. As in mergekit the trim is per
+    tensor. `normalize=False` leaves the division out.
+    """
+    return _combined(_trims(inputs, density, rescale), weight, True, normalize)
+
+
+def breadcrumbs(
+    inputs: Inputs, weight, density, gamma, rescale: str = "none", normalize: bool = False, elect: bool = False
+) -> Piece:
+    """Model Breadcrumbs (Davari & Belilovsky 2023, arXiv 2312.06795): outliers and small entries are dropped.
+
+    Of n entries the floor(gamma n) largest go, of the rest the floor(p n) largest stay (fewer outliers go where
+    n would not suffice, as in mergekit). `elect=True`: followed by the election of TIES (breadcrumbs_ties).
+    """
+    parts = [_outliers(inputs, i, p, g, rescale) for i, (p, g) in enumerate(zip(density, gamma))]
+    return _combined(parts, weight, elect, normalize)
+
+
+def dare(
+    inputs: Inputs, weight, density, seed: int, rescale: str = "density", normalize: bool = False, elect: bool = False
+) -> Piece:
+    """DARE (Yu et al. 2024, arXiv 2311.03099): each entry stays with probability p_i, then is rescaled.
+
+    rescale: "density" 1 / p_i, the paper's, unbiased; "l1" so that the L1 norm of the delta's tensor is what
+    it was (mergekit's); "none". Draws are by (seed, donor's content, tensor name, index): the order of donors,
+    sharding and threads change none. `elect=True`: DARE-TIES, `elect=False`: DARE-linear.
+    """
+    parts = [_bernoulli(inputs, i, p, seed, rescale) for i, p in enumerate(density)]
+    return _combined(parts, weight, elect, normalize)
+
+
+def della(
+    inputs: Inputs, weight, density, epsilon, seed: int, rescale="l1", normalize: bool = True, elect: bool = True
+) -> Piece:
+    """DELLA (Deep et al. 2024, arXiv 2406.11617): entries stay with a probability that grows with their rank.
+
+    Per row (the whole of a vector) of m entries, the one of rank r = 0..m-1 by magnitude stays with probability
+    p - eps + 2 eps r / (m - 1). rescale: "l1" as in mergekit; "density": each kept entry by 1 / its probability
+    as in the paper; "none". `elect=False`: DELLA-linear. Needs chunks of whole rows.
+    """
+    parts = [_magprune(inputs, i, p, e, seed, rescale) for i, (p, e) in enumerate(zip(density, epsilon))]
+    return _combined(parts, weight, elect, normalize)
+
+
+def sce(inputs: Inputs, density: float = 1.0) -> Piece:
+    """SCE (Wan et al. 2024, arXiv 2408.07990): select by variance, weigh by energy, erase minority signs.
+
+    Selected are the floor(density * number of nonzero variances) coordinates of largest variance over the
+    donors; donor i weighs w_i = mean(delta_i^2) / sum_j of the same, over the selected (equal weights where
+    the sum is below 1e-6); the update is sum w_i delta_i / max(sum w_i, 1e-6) over donors of the elected sign.
+    """
+
+    def variance(deltas: list[np.ndarray]) -> np.ndarray:
+        mean = add_up(deltas)
+        mean /= len(deltas)
+        return add_up([(delta - mean) ** 2 for delta in deltas]) / len(deltas)
+
+    cut = None
+    if density < 1:
+        nonzero = sum(int(np.count_nonzero(variance(deltas))) for _, _, deltas in inputs.chunks())
+
+        def scan(step):
+            return ((start, variance(deltas)) for start, _, deltas in inputs.chunks(step=step))
+
+        (cut,) = cuts(scan, inputs.size, [int(nonzero * density)])
+
+    def selected(start, deltas):
+        if cut is not None:
+            marks = cut.marks(start, variance(deltas))
+            deltas = [keep(delta, marks) for delta in deltas]
+        return deltas
+
+    energy = np.zeros(inputs.count)
+    for start, _, deltas in inputs.chunks():
+        energy += [float((delta * delta).sum(dtype=np.float64)) for delta in selected(start, deltas)]
+    energy /= inputs.size
+    weight = energy / energy.sum() if energy.sum() >= 1e-6 else np.full(inputs.count, 1 / inputs.count)
+
+    def piece(start, _, deltas):
+        deltas = selected(start, deltas)
+        positive = add_up(deltas) >= 0
+        total, mass = np.zeros_like(deltas[0]), np.zeros_like(deltas[0])
+        for delta, w in zip(deltas, weight):
+            agrees = _agrees(delta, positive)
+            total += keep(delta * inputs.wide.type(w), agrees)
+            mass += agrees * inputs.wide.type(w)
+        return total / np.maximum(mass, inputs.wide.type(1e-6))
+
+    return piece
+
+
+def nearswap(inputs: Inputs, t: float) -> Piece:
+    """nearswap (alchemonaut 2024): w = clip(t / max(|delta|, 1e-6), 0, 1) per coordinate; the update is w delta."""
+
+    def piece(_, __, deltas):
+        (delta,) = deltas
+        share = np.maximum(np.abs(delta), inputs.wide.type(1e-6))
+        np.divide(inputs.wide.type(t), share, out=share)
+        np.clip(share, 0, 1, out=share)
+        share *= delta
+        return share
+
+    return piece
+
+
+def magmax(inputs: Inputs, weight) -> Piece:
+    """MagMax (Marczak et al. 2024, arXiv 2407.06322): per coordinate the w_i delta_i of largest magnitude.
+
+    Of equal magnitudes the first in canonical order.
+    """
+
+    def piece(_, __, deltas):
+        parts = _weighted(deltas, weight)
+        best, size = parts[0], np.abs(parts[0])
+        for part in parts[1:]:
+            other = np.abs(part)
+            larger = other > size
+            np.copyto(best, part, where=larger)
+            np.copyto(size, other, where=larger)
+        return best
+
+    return piece
+
+
+# ---- what the family of sparse task vectors shares ----
+
+
+def _combined(sparse: Sequence[Sparse], weight: Sequence[float], elect: bool, normalize: bool) -> Piece:
+    """Weighted sum of sparse deltas, over all or over those of the elected sign, divided by the weights' sum."""
+    whole = sum(weight)
+    divisor = whole if normalize and abs(whole) >= 1e-8 else 1.0
+
+    def piece(start, _, deltas):
+        parts = _weighted([drop(start, delta) for drop, delta in zip(sparse, deltas)], weight)
+        if elect:
+            return _elected(parts, weight, normalize)
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        if divisor != 1:
+            total /= total.dtype.type(divisor)
+        return total
+
+    return piece
+
+
+def _weighted(parts: list[np.ndarray], weight: Sequence[float]) -> list[np.ndarray]:
+    for part, w in zip(parts, weight):
+        if w != 1:
+            part *= part.dtype.type(w)
+    return parts
+
+
+def _agrees(part: np.ndarray, positive: np.ndarray) -> np.ndarray:
+    """Where the sign of `part` is the elected one; zeros have none."""
+    agrees = part > 0
+    agrees &= positive
+    agrees |= (part < 0) > positive
+    return agrees
+
+
+def _elected(parts: list[np.ndarray], weight: Sequence[float], normalize: bool) -> np.ndarray:
+    positive = add_up(parts) >= 0
+    mass = np.zeros_like(parts[0])
+    for part, w in zip(parts, weight):
+        agrees = _agrees(part, positive)
+        if normalize:
+            mass += agrees if w == 1 else agrees * mass.dtype.type(w)
+        keep(part, agrees)
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    if normalize:
+        np.copyto(mass, 1, where=mass == 0)
+        total /= mass
     return total
 
 
-def trim(update: Tensor, density: float) -> Tensor:
-    """Keep the floor(density * n), at least 1, entries of largest magnitude; exactly so many.
+def _trims(inputs: Inputs, density: Sequence[float], rescale: str) -> list[Sparse]:
+    parts = []
+    for i, p in enumerate(density):
+        if p == 1:
+            parts.append(lambda _, delta: delta)
+            continue
+        (cut,) = _magnitude_cuts(inputs, i, [max(1, int(p * inputs.size))])
+        parts.append(_rescaled(inputs, i, lambda start, d, cut=cut: keep(d, cut.marks(start, np.abs(d))), rescale))
+    return parts
 
-    Among equal magnitudes those with the smallest index stay. Raises ValueError unless 0 < density <= 1.
-    """
-    if not 0 < density <= 1:
-        raise ValueError(f"density {density} is not in (0, 1]")
+
+def _magnitude_cuts(inputs: Inputs, donor: int, counts: list[int]):
+    def scan(step):
+        for start, _, (delta,) in inputs.chunks([donor], step=step):
+            yield start, np.abs(delta, out=delta)
+
+    return cuts(scan, inputs.size, counts)
+
+
+def _outliers(inputs: Inputs, donor: int, density: float, gamma: float, rescale: str) -> Sparse:
+    n = inputs.size
+    target = int(density * n)
     if density == 1:
-        return update
-    kept = largest(update.abs(), max(1, int(density * update.numel())))
-    return torch.where(kept, update, torch.zeros_like(update))
+        return lambda _, delta: delta
+    bottom = max(0, n - target - int(gamma * n))
+    small, large = _magnitude_cuts(inputs, donor, [n - bottom, n - bottom - target])
+
+    def drop(start, delta):
+        size = np.abs(delta)
+        return keep(delta, small.marks(start, size) & ~large.marks(start, size))
+
+    return _rescaled(inputs, donor, drop, rescale)
 
 
-def ties(updates: Sequence[Tensor], density: float, weights: Sequence[float] | None = None) -> Tensor:
-    """TIES: trim, elect sign, disjoint mean (Yadav et al. 2023, "TIES-Merging", algorithm 1).
+def _bernoulli(inputs: Inputs, donor: int, density: float, seed: int, rescale: str) -> Sparse:
+    if density == 1:
+        return lambda _, delta: delta
+    uniforms = inputs.stream(donor, seed)
 
-    tau_i = trim(delta_i); s = sign(sum_i w_i tau_i) per coordinate; the result is the mean of those
-    w_i tau_i whose sign is s, weighted by w_i: sum w_i tau_i / sum w_i over them, 0 where there is none.
-    As in mergekit 0.1.5, a sum of exactly 0 elects +, and the trim is per tensor. w_i = 1 unless given.
-    """
-    weights = [1.0] * len(updates) if weights is None else weights
-    trimmed = [trim(update, density) for update in updates]
-    positive = task_arithmetic(trimmed, weights) >= 0
-    total, mass = torch.zeros_like(updates[0]), torch.zeros_like(updates[0])
-    for update, weight in zip(trimmed, weights, strict=True):
-        agrees = torch.where(positive, update > 0, update < 0)
-        total = total + torch.where(agrees, update * weight, 0)
-        mass = mass + agrees.to(mass.dtype) * weight
-    return total / torch.where(mass == 0, 1, mass)
+    def drop(start, delta):
+        return keep(delta, uniforms.at(start, len(delta)) < density)
+
+    return _rescaled(inputs, donor, drop, rescale, 1 / density)
+
+
+def _magprune(inputs: Inputs, donor: int, density: float, epsilon: float, seed: int, rescale: str) -> Sparse:
+    if density == 1:
+        return lambda _, delta: delta
+    uniforms, row = inputs.stream(donor, seed), row_length(inputs.shape)
+
+    def drop(start, delta):
+        size = np.abs(delta).reshape(-1, row)
+        ranks = np.empty(size.shape, np.float32)
+        order = np.argsort(size, axis=1, kind="stable")
+        np.put_along_axis(ranks, order, np.arange(row, dtype=np.float32)[None, :], axis=1)
+        ranks *= np.float32(2 * epsilon / max(1, row - 1))
+        ranks += np.float32(density - epsilon)
+        probability = ranks.reshape(-1)
+        kept = keep(delta, uniforms.at(start, len(delta)) < probability)
+        return kept / probability if rescale == "density" else kept
+
+    return _rescaled(inputs, donor, drop, "none" if rescale == "density" else rescale, rows=row)
+
+
+def _rescaled(inputs: Inputs, donor: int, drop: Sparse, rescale: str, factor: float = 1.0, rows: int = 1) -> Sparse:
+    """`drop` followed by a factor: 1 / density, or what gives the delta's tensor its L1 norm back."""
+    if rescale == "none":
+        return drop
+    if rescale == "l1":
+        before = after = 0.0
+        for start, _, (delta,) in inputs.chunks([donor], rows=rows):
+            before += float(np.abs(delta).sum(dtype=np.float64))
+            after += float(np.abs(drop(start, delta)).sum(dtype=np.float64))
+        factor = before / after if before >= 1e-7 and after >= 1e-7 else 1.0
+
+    def scaled(start, delta):
+        delta = drop(start, delta)
+        delta *= delta.dtype.type(factor)
+        return delta
+
+    return scaled
+
+
+def row_length(shape: tuple[int, ...]) -> int:
+    """Length of a row: all but the first axis; the whole of a vector or scalar."""
+    return int(np.prod(shape[1:] if len(shape) > 1 else shape, dtype=np.int64))

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from grafting.errors import UserError
-from grafting.merging.operators import combine
+from grafting.merging.arrays import CHUNK, Arrays, apply
+from grafting.merging.planning import require_fitting
 from grafting.merging.recipe import Recipe
-from grafting.merging.weights import Weights, require_same_tensors
-from grafting.sensitivity.masks import Mask, apply_mask, mask_report
+from grafting.merging.registry import build, find, rows_of
+from grafting.models.numerics import Format, has_negative_zero, is_finite, narrow, widen
+from grafting.models.safefiles import Checkpoint
+from grafting.sensitivity.masking import Masking
+from grafting.sensitivity.masks import Mask, mask_report, sensitivity_of
 
 _CACHE_BYTES = 2 << 30
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
+#: (start, out): writes the update of the coordinates from `start` on into `out`, wide.
+Chunked = Callable[[int, np.ndarray], None]
 
 
 class Sweep:
-    """theta = theta_0 + scale * combine_i(mask(trained_i - donor_i)) for any number of recipes.
+    """theta = theta_0 + scale * operator_i(mask(trained_i - donor_i)) for any number of recipes.
 
     Arithmetic is one precision wider than theta_0 (float64 for float32, float32 for 16-bit), with one
     rounding at the end. Terms are combined in the order of their contents' hashes, so the order in which
@@ -28,9 +36,8 @@ class Sweep:
     These need no arithmetic, and are exact: scale 0 and a mask of fraction 1 give theta_0; scale 1 of a
     single unmasked term whose donor is the deployed model itself (by path or bytes) gives `trained`.
 
-    Combined updates are kept for the next scale while they fit into `cache_bytes` (the newest always,
-    when it is masked, since masks rank the whole model); larger unmasked ones are formed tensor by
-    tensor from memory-mapped files, so a merge of large models needs the memory of one tensor.
+    Combined updates, and theta_0, are kept for the next scale while they fit into `cache_bytes`; what does not
+    is formed tensor by tensor, so a merge of large models needs the memory of one tensor.
 
     model_path, trained, donors: model directories, `trained` and `donors` aligned; sensitivity:
     estimator -> payload folder. Raises UserError (naming tensor, shapes, file) for what does not fit.
@@ -51,21 +58,24 @@ class Sweep:
                 f"a merge got {len(trained)} trained models and {len(donors)} donors: every "
                 "update is trained_i - donor_i, so give one donor per trained model"
             )
-        opened: dict[Path, Weights] = {}  # one donor often serves many terms
+        opened: dict[Path, Checkpoint] = {}  # one donor often serves many terms
 
-        def weights(path: Path) -> Weights:
+        def weights(path: Path) -> Checkpoint:
             key = Path(path).resolve()
             if key not in opened:
-                opened[key] = Weights(path)
-                require_same_tensors(self.model, opened[key])
+                opened[key] = Checkpoint(path)
+                require_fitting(self.model, opened[key])
             return opened[key]
 
-        self.model = opened[Path(model_path).resolve()] = Weights(model_path)
+        self.model = opened[Path(model_path).resolve()] = Checkpoint(model_path)
         self.trained = [weights(path) for path in trained]
         self.donors = [weights(path) for path in donors]
         self.sensitivity = dict(sensitivity or {})
-        self._cache: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._cache: OrderedDict[str, dict[str, np.ndarray]] = OrderedDict()
         self._cache_bytes = cache_bytes
+        self._base: dict[str, np.ndarray] = {}
+        self._maskings: dict[tuple, Masking] = {}
+        self._checked: set[tuple[Path, str]] = set()
 
     @classmethod
     def of_job(cls, job) -> Sweep:
@@ -78,6 +88,18 @@ class Sweep:
             {estimator: paths[0] for estimator, paths in given.items() if paths},
         )
 
+    def prepare(self, recipes: Iterable[Recipe | Mapping | None]) -> None:
+        """Find the thresholds of all masks that differ only in their fraction in one pass (optional, for speed)."""
+        fractions: dict[tuple, list[float]] = {}
+        for recipe in recipes:
+            recipe = None if recipe is None else self._parse(recipe)
+            if recipe is None or recipe.effective_mask is None or self._verbatim(recipe) is not None:
+                continue
+            for term in recipe.terms:
+                fractions.setdefault(self._ranking(term, recipe.mask), []).append(recipe.mask.fraction)
+        for ranking, several in fractions.items():
+            self._maskings[ranking].prepare(sorted(set(several)))
+
     def state(self, recipe: Recipe | Mapping | None) -> dict[str, Tensor]:
         """All tensors of the graft, in theta_0's dtypes, by name. None is the deployed model itself."""
         return dict(self.tensors(recipe))
@@ -87,19 +109,12 @@ class Sweep:
     ) -> Iterator[tuple[str, Tensor]]:
         """The graft tensor by tensor (all, or those named), each a fresh tensor in theta_0's dtype."""
         names = self.model.names if names is None else names
-        recipe = None if recipe is None else self._parse(recipe)
-        verbatim = self._verbatim(recipe)
-        update = self._update(recipe) if verbatim is None else None
+        write = self._writer(recipe)
         for name in names:
-            dtype = self.model.dtypes[name]
-            if verbatim is not None:
-                yield name, verbatim.tensor(name).to(dtype, copy=True)
-                continue
-            theta, delta = self.model.tensor(name), update(name)
-            result = (theta.to(delta.dtype) + delta * recipe.scale).to(dtype)  # not alpha=: fusing varies
-            if not torch.isfinite(result).all():
-                raise UserError(f"tensor {name} overflows {dtype} at scale {recipe.scale}: use a smaller one")
-            yield name, torch.where(delta == 0, theta, result)  # -0 + 0 would be +0
+            stored = self.model.tensors[name]
+            out = np.empty(stored.size, stored.form.storage)
+            write(name, out)
+            yield name, as_tensor(out, stored.form).view(stored.shape)
 
     def into(self, model, recipe: Recipe | Mapping | None) -> None:
         """Copy the graft into a live model of the same architecture, on whatever device it is."""
@@ -117,22 +132,37 @@ class Sweep:
                     f"{self.model.path} holds no tensor {name}, which {type(model).__name__} "
                     "needs: load the model from there"
                 )
+        for name in self.model.names:
+            if live[name].shape != self.model.tensors[name].shape:
+                raise UserError(
+                    f"tensor {name} has shape {tuple(live[name].shape)} in the live model, "
+                    f"{self.model.tensors[name].shape} in {self.model.path}: load it from there"
+                )
+        write = self._writer(recipe)
         with torch.no_grad():
-            for name, tensor in self.tensors(recipe):
-                if live[name].shape != tensor.shape:
-                    raise UserError(
-                        f"tensor {name} has shape {tuple(live[name].shape)} in the live model, "
-                        f"{tuple(tensor.shape)} in {self.model.path}: load it from there"
-                    )
-                live[name].copy_(tensor)
+            for name in self.model.names:
+                stored, tensor = self.model.tensors[name], live[name]
+                direct = tensor.device.type == "cpu" and tensor.is_contiguous()
+                if direct and tensor.dtype == _DTYPES[stored.form.code]:
+                    write(name, as_array(tensor, stored.form))
+                    continue
+                out = np.empty(stored.size, stored.form.storage)
+                write(name, out)
+                tensor.copy_(as_tensor(out, stored.form).view(stored.shape))
 
     def mask_report(self, recipe: Recipe | Mapping) -> list[dict]:
-        """Per term of a masked recipe: share of the update's squared norm the mask removes, per tensor."""
+        """Per term of a masked recipe: what the mask removes of the update, per tensor (see masks.mask_report)."""
         recipe = self._parse(recipe)
         reports = []
         for term in recipe.terms:
             update = {name: self._delta(term, name) for name in self.model.names}
-            reports.append(mask_report(update, self._masked(update, recipe.mask)))
+            masked = {name: self._masked(term, recipe.mask, name, delta.copy()) for name, delta in update.items()}
+            shapes = {name: self.model.tensors[name].shape for name in update}
+            before, after = (
+                {name: torch.from_numpy(d).view(shapes[name]) for name, d in deltas.items()}
+                for deltas in (update, masked)
+            )
+            reports.append(mask_report(before, after, recipe.mask, self.sensitivity))
         return reports
 
     # ---- inside ----
@@ -146,59 +176,203 @@ class Sweep:
             )
         return recipe
 
-    def _verbatim(self, recipe: Recipe | None) -> Weights | None:
+    def _verbatim(self, recipe: Recipe | None) -> Checkpoint | None:
         """The directory whose tensors are the graft as they stand, if there is one."""
         mask = recipe.effective_mask if recipe else None
         if recipe is None or recipe.scale == 0 or (mask and mask.fraction == 1):
             return self.model
-        if recipe.scale == 1 and len(recipe.terms) == 1 and mask is None and recipe.density in (None, 1):
+        if recipe.scale == 1 and recipe.is_plain:
             donor = self.donors[recipe.terms[0]]
             if donor is self.model or donor.digest == self.model.digest:
                 return self.trained[recipe.terms[0]]
         return None
 
-    def _wide(self, name: str) -> torch.dtype:
-        """The dtype of the arithmetic on one tensor: one precision wider than the output."""
-        return torch.float64 if self.model.dtypes[name].itemsize >= 4 else torch.float32
+    def _writer(self, recipe: Recipe | Mapping | None) -> Callable[[str, np.ndarray], None]:
+        """(tensor name, out): writes a tensor of the graft into `out`, flat, in theta_0's storage."""
+        recipe = None if recipe is None else self._parse(recipe)
+        verbatim = self._verbatim(recipe)
+        if verbatim is not None:
+            return lambda name, out: self._copy(verbatim, name, out)
+        update = self._update(recipe)
+        buffers: dict[tuple[int, np.dtype], np.ndarray] = {}
 
-    def _delta(self, term: int, name: str) -> Tensor:
-        """trained - donor of one tensor, wide."""
-        wide = self._wide(name)
-        return self.trained[term].tensor(name).to(wide) - self.donors[term].tensor(name).to(wide)
+        def write(name: str, out: np.ndarray) -> None:
+            form = self.model.tensors[name].form
+            theta, chunked, scale = self._theta(name), update(name), form.wide.type(recipe.scale)
+            first, second = (buffers.setdefault((i, form.wide), np.empty(CHUNK, form.wide)) for i in (0, 1))
+            for start in range(0, len(out), CHUNK):
+                raw, part = theta[start : start + CHUNK], out[start : start + CHUNK]
+                wide, delta = widen(raw, form, first[: len(raw)]), second[: len(raw)]
+                chunked(start, delta)
+                still = delta == 0 if has_negative_zero(raw, form) else None  # -0 + 0 would be +0
+                delta *= scale
+                delta += wide
+                if still is not None:
+                    np.copyto(delta, wide, where=still)
+                narrow(delta, form, part)
+                if not is_finite(part, form):
+                    raise UserError(
+                        f"tensor {name} overflows {_DTYPES[form.code]} at scale {recipe.scale}: use a smaller one"
+                    )
 
-    def _masked(self, update: dict[str, Tensor], mask: Mask | None) -> dict[str, Tensor]:
-        return update if mask is None else apply_mask(update, mask, self.sensitivity)
+        return write
 
-    def _update(self, recipe: Recipe) -> Callable[[str], Tensor]:
-        """The combined update, by tensor name: from the cache, kept for the next scale, or streamed."""
-        key = recipe.unscaled()
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key].__getitem__
-        mask, names = recipe.effective_mask, self.model.names
-        terms = sorted(recipe.terms, key=self._identity) if len(recipe.terms) > 1 else recipe.terms
-
-        def streamed(name: str) -> Tensor:
-            return combine(recipe.operator, [self._delta(term, name) for term in terms], recipe.density)
-
-        if mask is None:
-            size = sum(math.prod(self.model.shapes[name]) * self._wide(name).itemsize for name in names)
-            if size > self._cache_bytes:
-                return streamed
-            whole = {name: streamed(name) for name in names}
+    def _copy(self, checkpoint: Checkpoint, name: str, out: np.ndarray) -> None:
+        form = self.model.tensors[name].form
+        if checkpoint.tensors[name].form is form:
+            np.copyto(out, self._read(checkpoint, name))
         else:
-            masked = [self._masked({name: self._delta(term, name) for name in names}, mask) for term in terms]
-            whole = {
-                name: combine(recipe.operator, [update[name] for update in masked], recipe.density) for name in names
-            }
+            narrow(self._wide(checkpoint, name), form, out)
+
+    def _read(self, checkpoint: Checkpoint, name: str) -> np.ndarray:
+        """A tensor's raw numbers, flat. UserError naming it when it holds NaN or infinity."""
+        raw = checkpoint.read(name).reshape(-1)
+        if (checkpoint.path, name) not in self._checked:
+            if not is_finite(raw, checkpoint.tensors[name].form):
+                raise UserError(
+                    f"{checkpoint.path}: tensor {name} holds NaN or infinity; "
+                    "that training run went wrong, repeat it (a smaller learning rate may help)"
+                )
+            self._checked.add((checkpoint.path, name))
+        return raw
+
+    def _wide(self, checkpoint: Checkpoint, name: str) -> np.ndarray:
+        raw = self._read(checkpoint, name)
+        return widen(raw, checkpoint.tensors[name].form, np.empty(len(raw), self.model.tensors[name].form.wide))
+
+    def _theta(self, name: str) -> np.ndarray:
+        """theta_0's raw numbers, kept while all of them fit into the cache."""
+        if name in self._base:
+            return self._base[name]
+        raw = self._read(self.model, name)
+        if sum(stored.nbytes for stored in self.model.tensors.values()) <= self._cache_bytes // 2:
+            self._base[name] = raw
+        return raw
+
+    def _delta(self, term: int, name: str) -> np.ndarray:
+        """trained - donor of one tensor, wide and flat."""
+        delta = self._wide(self.trained[term], name)
+        donor = self.donors[term]
+        raw, form = self._theta(name) if donor is self.model else self._read(donor, name), donor.tensors[name].form
+        buffer = np.empty(CHUNK, delta.dtype)
+        for start in range(0, len(delta), CHUNK):
+            part = delta[start : start + CHUNK]
+            part -= widen(raw[start : start + CHUNK], form, buffer[: len(part)])
+        return delta
+
+    def _ranking(self, term: int, mask: Mask) -> tuple:
+        """The key of the masking of one update, made on first use."""
+        key = (term, mask.estimator, mask.rank, mask.per, mask.seed)
+        if key not in self._maskings:
+            shapes = {name: stored.shape for name, stored in self.model.tensors.items()}
+
+            def deltas(name: str, step: int) -> Iterator[tuple[int, np.ndarray]]:
+                whole = self._unmasked(term, name)
+                for start in range(0, len(whole), 1 << 20):
+                    yield start, whole[start : start + (1 << 20) : step]
+
+            self._maskings[key] = Masking(mask, shapes, deltas, sensitivity_of(mask, self.sensitivity))
+        return key
+
+    def _masked(self, term: int, mask: Mask | None, name: str, delta: np.ndarray) -> np.ndarray:
+        """One tensor's delta without its masked directions; `delta` may be overwritten."""
+        if mask is None or mask.fraction == 0:
+            return delta
+        if mask.fraction == 1:
+            return np.zeros_like(delta)
+        masking = self._maskings[self._ranking(term, mask)]
+        if name not in masking.ranked_names:
+            return delta
+        if mask.estimator == "kfac":
+            return masking.weight(name, delta.reshape(self.model.tensors[name].shape), mask.fraction).reshape(-1)
+        for start in range(0, len(delta), CHUNK):
+            masking.coordinates(name, start, delta[start : start + CHUNK], mask.fraction)
+        return delta
+
+    def _update(self, recipe: Recipe) -> Callable[[str], Chunked]:
+        """The combined update, chunk by chunk: from the cache, kept for the next scale, or formed per tensor."""
+        mask = recipe.effective_mask
+        if mask is not None and mask.estimator == "diagonal" and recipe.operator == "graft" and recipe.is_bare:
+            return self._masked_graft(recipe.terms[0], mask)
+        terms = sorted(recipe.terms, key=self._identity) if len(recipe.terms) > 1 else recipe.terms
+        operator = find(recipe.operator)
+        shared, each = recipe.resolved()
+        each = {key: [values[recipe.terms.index(term)] for term in terms] for key, values in each.items()}
+        identities = ["|".join(self._identity(term)) for term in terms] if "seed" in shared else None
+
+        def formed(name: str) -> np.ndarray:
+            shape = self.model.tensors[name].shape
+            deltas = [self._masked(term, mask, name, self._delta(term, name)) for term in terms]
+            if len(deltas) == 1 and recipe.is_bare:
+                return deltas[0]
+            inputs = Arrays(self._wide(self.model, name).reshape(shape), deltas, name, identities)
+            return apply(inputs, build(operator, inputs, shared, each, False), rows_of(operator, shared, shape))
+
+        return self._kept(recipe.unscaled(), formed)
+
+    def _unmasked(self, term: int, name: str) -> np.ndarray:
+        """The delta of one tensor: that of the unmasked graft, which is kept when it fits."""
+        key = Recipe(scale=1.0, terms=(term,)).unscaled()
+        if key not in self._cache and not self._fits():
+            return self._delta(term, name)
+        if key not in self._cache:
+            self._keep(key, {n: self._delta(term, n) for n in self.model.names})
+        self._cache.move_to_end(key)
+        return self._cache[key][name]
+
+    def _masked_graft(self, term: int, mask: Mask) -> Callable[[str], Chunked]:
+        """One update masked by coordinates: from the unmasked one as it is written, so no copy is kept per fraction."""
+        masking = self._maskings[self._ranking(term, mask)]
+        masking.prepare([mask.fraction])
+
+        def of(name: str) -> Chunked:
+            whole = self._unmasked(term, name)
+
+            def chunked(start: int, out: np.ndarray) -> None:
+                np.copyto(out, whole[start : start + len(out)])
+                masking.coordinates(name, start, out, mask.fraction)
+
+            return chunked
+
+        return of
+
+    def _kept(self, key: str, formed: Callable[[str], np.ndarray]) -> Callable[[str], Chunked]:
+        if key not in self._cache and self._fits():
+            self._keep(key, {name: formed(name).reshape(-1) for name in self.model.names})
+        kept = self._cache.get(key)
+        if kept is not None:
+            self._cache.move_to_end(key)
+
+        def of(name: str) -> Chunked:
+            whole = formed(name).reshape(-1) if kept is None else kept[name]
+            return lambda start, out: np.copyto(out, whole[start : start + len(out)])
+
+        return of
+
+    def _fits(self) -> bool:
+        return sum(s.size * s.form.wide.itemsize for s in self.model.tensors.values()) <= self._cache_bytes
+
+    def _keep(self, key: str, whole: dict[str, np.ndarray]) -> None:
         self._cache[key] = whole
         while len(self._cache) > 1 and sum(map(_bytes, self._cache.values())) > self._cache_bytes:
             self._cache.popitem(last=False)
-        return whole.__getitem__
 
     def _identity(self, term: int) -> tuple[str, str]:
         return self.trained[term].digest, self.donors[term].digest
 
 
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
+def as_tensor(array: np.ndarray, form: Format) -> Tensor:
+    """The same memory as a torch tensor."""
+    return (
+        torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if form.code == "BF16" else torch.from_numpy(array)
+    )
+
+
+def as_array(tensor: Tensor, form: Format) -> np.ndarray:
+    """The same memory as a flat array in the format's storage."""
+    flat = tensor.detach().view(-1)
+    return flat.view(torch.int16).numpy().view(np.uint16) if form.code == "BF16" else flat.numpy()
+
+
+def _bytes(tensors: Mapping[str, np.ndarray]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())

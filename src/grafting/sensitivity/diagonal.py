@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -10,17 +12,26 @@ from grafting.sensitivity.likelihood import Sequence, negative_log_likelihood
 
 
 def diagonal_fisher(
-    model, sequences: list[Sequence], *, fisher: str = "true", seed: int = 0, progress=None
+    model,
+    sequences: list[Sequence],
+    *,
+    fisher: str = "true",
+    seed: int = 0,
+    progress=None,
+    only: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """F_i = mean over examples of (d log pi(y|x) / d theta_i)^2, with the names of `named_parameters`.
 
     log pi(y|x) is the sum over completion tokens, so long answers weigh more than short ones; every
     parameter is covered, embeddings (a tied head counts with them), norms and biases too. One backward
     pass per example: the square does not commute with the sum over a batch. Float32, shapes of the
-    parameters. Raises UserError naming the example whose gradient is not finite.
+    parameters. `only`: names of the parameters that are wanted (all unless given), as many as memory allows:
+    the rest is had by further calls, with the same bits. Raises UserError naming the example whose gradient
+    is not finite.
     Source: Kirkpatrick et al. 2017 (EWC) for the use, Kunstner et al. 2019 for true against empirical.
     """
-    names, parameters = zip(*model.named_parameters())
+    chosen = {name: p for name, p in model.named_parameters() if only is None or name in only}
+    names, parameters = list(chosen), list(chosen.values())
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
     for sequence in sequences:
         loss = negative_log_likelihood(model, [sequence], fisher, seed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -24,15 +26,24 @@ def linear_layers(model) -> dict[str, nn.Linear]:
 
 
 def kfac_factors(
-    model, sequences: list[Sequence], *, fisher: str = "true", seed: int = 0, batch_size: int = 16, progress=None
+    model,
+    sequences: list[Sequence],
+    *,
+    fisher: str = "true",
+    seed: int = 0,
+    batch_size: int = 16,
+    progress=None,
+    only: Collection[str] | None = None,
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """A = E[a a^T] (in x in) and G = E[g g^T] (out x out) per linear layer, float64.
 
     a is the layer's input and g = d log pi(y|x) / d(layer output) at one token; the mean is over all
     tokens the model reads, prompt and completion, since the prompt's activations carry the update too.
+    `only`: names of the layers that are wanted (all unless given), as many as memory allows: the rest is had
+    by further calls, with the same bits.
     Source: Martens & Grosse 2015; the "expand" form for weight sharing of Eschenhagen et al. 2023.
     """
-    layers = linear_layers(model)
+    layers = {name: m for name, m in linear_layers(model).items() if only is None or name in only}
     sums = {
         name: (
             torch.zeros(m.in_features, m.in_features, dtype=torch.float64),

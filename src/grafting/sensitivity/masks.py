@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors.torch import load_file
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 from torch import Tensor
 
 from grafting.errors import UserError
-from grafting.sensitivity.ranking import largest
+from grafting.sensitivity.masking import Masking
+
+_CHUNK = 1 << 20
 
 
 class Mask(BaseModel):
@@ -32,6 +32,12 @@ class Mask(BaseModel):
     rank: Literal["fisher", "fisher_delta2", "random"]
     fraction: float = Field(ge=0, le=1)  # rho
     seed: int = 0  # of rank random
+    per: Literal["model", "tensor"] = "model"  # what the fraction is a fraction of
+
+    @model_serializer(mode="wrap")
+    def _without_default(self, dump):
+        """A mask per model, the only kind there was at first, is described as it was then."""
+        return {key: value for key, value in dump(self).items() if (key, value) != ("per", "model")}
 
 
 def apply_mask(update: dict[str, Tensor], mask: Mask | Mapping, sensitivity: Mapping[str, Path]) -> dict[str, Tensor]:
@@ -49,7 +55,8 @@ def apply_mask(update: dict[str, Tensor], mask: Mask | Mapping, sensitivity: Map
     * rank random: the same numbers of the same kinds of directions over the whole model, those with the
       largest of uniform scores drawn by (seed, tensor or layer name). With diagonal it needs no sensitivity;
       with kfac it needs the eigenbases.
-    Equal scores: the first by tensor name, then by index. Raises UserError for a missing or unfitting
+    Equal scores: the first by tensor name, then by index. With `per: tensor`, rho and n are those of each tensor
+    (or layer), ranked by itself. Raises UserError for a missing or unfitting
     sensitivity, naming the tensor.
     """
     mask = parse_mask(mask)
@@ -57,22 +64,34 @@ def apply_mask(update: dict[str, Tensor], mask: Mask | Mapping, sensitivity: Map
         return update
     if mask.fraction == 1:
         return {name: torch.zeros_like(tensor) for name, tensor in update.items()}
+    return _applied(update, mask, sensitivity_of(mask, sensitivity))
+
+
+def sensitivity_of(mask: Mask, sensitivity: Mapping[str, Path]) -> Path | None:
+    """The payload that a mask reads, None if it reads none. UserError if it is not among the inputs."""
     if mask.estimator == "diagonal" and mask.rank == "random":
-        return _diagonal(update, mask, {})
+        return None
     if mask.estimator not in sensitivity:
         raise UserError(
             f"a mask with estimator '{mask.estimator}' needs the input "
             f"sensitivity_{mask.estimator} and this job has "
             f"{sorted(sensitivity) or 'none'}: add it to the job's inputs"
         )
-    estimates = _read(Path(sensitivity[mask.estimator]), mask.estimator)
-    return (_diagonal if mask.estimator == "diagonal" else _kfac)(update, mask, estimates)
+    return Path(sensitivity[mask.estimator])
 
 
-def mask_report(update: Mapping[str, Tensor], masked: Mapping[str, Tensor]) -> dict:
-    """Share of the update's squared norm that a mask removed: {"removed", "norm", "tensors": {name: share}}.
+def mask_report(
+    update: Mapping[str, Tensor],
+    masked: Mapping[str, Tensor],
+    mask: Mask | None = None,
+    sensitivity: Mapping[str, Path] | None = None,
+) -> dict:
+    """What a mask removes of an update: {"removed", "norm", "tensors": {name: share}}, and the estimated loss.
 
-    `norm` is the unmasked update's norm; a tensor without an update has share 0.
+    Shares are of the squared norm; `norm` is the unmasked update's norm; a tensor without an update has share
+    0. With a mask that reads a sensitivity there is also "loss": {"whole", "removed", "tensors"}: the loss that
+    the update costs on the retention data by the quadratic estimate 1/2 d^T F d (whole), the share of it that
+    the mask removes, and that share per tensor the estimate covers (all, or the linear weights of K-FAC).
     """
     whole = {name: float((u.double() ** 2).sum()) for name, u in update.items()}
     gone = {name: float(((u.double() - masked[name].double()) ** 2).sum()) for name, u in update.items()}
@@ -81,11 +100,34 @@ def mask_report(update: Mapping[str, Tensor], masked: Mapping[str, Tensor]) -> d
     def share(part: float, of: float) -> float:
         return part / of if of else 0.0
 
-    return {
+    report = {
         "removed": share(math.fsum(gone.values()), total),
         "norm": math.sqrt(total),
         "tensors": {name: share(gone[name], whole[name]) for name in sorted(update)},
     }
+    if mask is not None and (path := sensitivity_of(mask, sensitivity or {})) is not None:
+        before, after = (estimated_loss(deltas, mask, path) for deltas in (update, masked))
+        costs = math.fsum(before.values())
+        report["loss"] = {
+            "whole": costs,
+            "removed": share(costs - math.fsum(after.values()), costs),
+            "tensors": {name: share(before[name] - after[name], before[name]) for name in sorted(before)},
+        }
+    return report
+
+
+def estimated_loss(update: Mapping[str, Tensor], mask: Mask, sensitivity: Path) -> dict[str, float]:
+    """1/2 d^T F d per tensor: sum F_i d_i^2 / 2, or for K-FAC sum lambda_G lambda_A R^2 / 2 per linear weight."""
+    masking = _masking(update, mask, sensitivity)
+    losses = {}
+    for name in masking.ranked:
+        delta = update[name].detach().double().numpy()
+        if mask.estimator == "kfac":
+            squares = np.square(masking.rotate(name, delta))
+            losses[name] = float(masking.layer(name, "G", "values") @ squares @ masking.layer(name, "A", "values")) / 2
+        else:
+            losses[name] = float((masking.fisher(name) * np.square(delta)).sum()) / 2
+    return losses
 
 
 def parse_mask(mask: Mask | Mapping) -> Mask:
@@ -101,75 +143,27 @@ def parse_mask(mask: Mask | Mapping) -> Mask:
         ) from None
 
 
-def _read(path: Path, estimator: str) -> dict[str, Tensor]:
-    file = path / f"{estimator}.safetensors" if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(
-            f"no {estimator}.safetensors in {path.name}: give the payload of a sensitivity job "
-            f"with estimator '{estimator}'"
-        )
-    return load_file(file)
+def _masking(update: Mapping[str, Tensor], mask: Mask, sensitivity: Path | None) -> Masking:
+    flat = {name: tensor.detach().contiguous().reshape(-1).numpy() for name, tensor in update.items()}
+
+    def deltas(name: str, step: int):
+        for start in range(0, len(flat[name]), _CHUNK):
+            yield start, flat[name][start : start + _CHUNK : step]
+
+    return Masking(mask, {name: tuple(u.shape) for name, u in update.items()}, deltas, sensitivity)
 
 
-def _diagonal(update: dict[str, Tensor], mask: Mask, fisher: dict[str, Tensor]) -> dict[str, Tensor]:
-    names = sorted(update)
-    if mask.rank != "random":
-        for name in names:
-            _expect(fisher.get(name), name, update[name].shape, "diagonal.safetensors")
-    scores = torch.cat([_scores(mask, name, update[name], fisher.get(name)).reshape(-1) for name in names])
-    gone = largest(scores, round(mask.fraction * scores.numel()))
-    parts = gone.split([update[name].numel() for name in names])
-    return {name: update[name].masked_fill(part.view(update[name].shape), 0) for name, part in zip(names, parts)}
-
-
-def _kfac(update: dict[str, Tensor], mask: Mask, bases: dict[str, Tensor]) -> dict[str, Tensor]:
-    modules = sorted(name.removesuffix(".A.values") for name in bases if name.endswith(".A.values"))
-    rotated, scores = {}, {}
-    for module in modules:
-        name = f"{module}.weight"
-        if name not in update:
-            raise UserError(
-                f"kfac.safetensors has factors of {module} and the update has no tensor {name}: "
-                "the sensitivity belongs to another model"
-            )
-        out_features, in_features = update[name].shape
-        for letter, size in (("G", out_features), ("A", in_features)):
-            _expect(
-                bases.get(f"{module}.{letter}.vectors"), f"{module}.{letter}.vectors", (size, size), "kfac.safetensors"
-            )
-            _expect(bases.get(f"{module}.{letter}.values"), f"{module}.{letter}.values", (size,), "kfac.safetensors")
-        rotated[module] = (
-            bases[f"{module}.G.vectors"].double().T @ update[name].double() @ bases[f"{module}.A.vectors"].double()
-        )
-        products = torch.outer(bases[f"{module}.G.values"].double(), bases[f"{module}.A.values"].double())
-        scores[module] = _scores(mask, module, rotated[module], products)
-    flat = torch.cat([scores[module].reshape(-1) for module in modules])
-    gone = largest(flat, round(mask.fraction * flat.numel()))
-    result = dict(update)
-    for module, part in zip(modules, gone.split([scores[module].numel() for module in modules])):
-        if part.any():
-            # dW - U_G ((1 - M) * R) U_A^T = U_G (M * R) U_A^T, and a layer that loses nothing keeps its bits
-            lost = rotated[module] * part.view(rotated[module].shape)
-            removed = bases[f"{module}.G.vectors"].double() @ lost @ bases[f"{module}.A.vectors"].double().T
-            weight = update[f"{module}.weight"]
-            result[f"{module}.weight"] = (weight.double() - removed).to(weight.dtype)
+def _applied(update: dict[str, Tensor], mask: Mask, sensitivity: Path | None) -> dict[str, Tensor]:
+    masking, result = _masking(update, mask, sensitivity), dict(update)
+    for name in masking.ranked:
+        delta = update[name].detach().contiguous().numpy()
+        if mask.estimator == "kfac":
+            masked = masking.weight(name, delta, mask.fraction)
+            if masked is not delta:
+                result[name] = torch.from_numpy(masked)
+            continue
+        whole = delta.reshape(-1).copy()
+        for start in range(0, len(whole), _CHUNK):
+            masking.coordinates(name, start, whole[start : start + _CHUNK], mask.fraction)
+        result[name] = torch.from_numpy(whole).view(update[name].shape)
     return result
-
-
-def _scores(mask: Mask, name: str, delta: Tensor, fisher: Tensor | None) -> Tensor:
-    """What the directions of one tensor or layer are ranked by: float64, the shape of `delta`."""
-    if mask.rank == "random":
-        key = int.from_bytes(hashlib.sha256(f"{mask.seed}|{name}".encode()).digest()[:16], "little")
-        draws = np.random.Generator(np.random.Philox(key=key)).random(tuple(delta.shape))
-        return torch.from_numpy(draws)
-    return fisher.double() * delta.double() ** 2 if mask.rank == "fisher_delta2" else fisher.double()
-
-
-def _expect(tensor: Tensor | None, name: str, shape, file: str) -> None:
-    if tensor is None:
-        raise UserError(f"{file} has no tensor {name}: the sensitivity belongs to another model")
-    if tuple(tensor.shape) != tuple(shape):
-        raise UserError(
-            f"{file}: {name} has shape {tuple(tensor.shape)}, the update needs {tuple(shape)}: "
-            "the sensitivity belongs to another model"
-        )

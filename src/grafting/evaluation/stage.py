@@ -12,6 +12,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,16 @@ def _reuse(point: dict[str, Any], earlier: Sequence[Path], out: Path) -> bool:
         scores, predictions = folder / f"{point['key']}.json", folder / f"{point['key']}.jsonl.gz"
         if scores.is_file() and predictions.is_file():
             _write_point(out, point, json.loads(scores.read_text())["scores"])
-            shutil.copyfile(predictions, out / predictions.name)
+            for file in (predictions, folder / f"{point['key']}.samples.jsonl.gz"):
+                if file.is_file():
+                    shutil.copyfile(file, out / file.name)
             return True
     return False
 
 
 def _compute(job: Any, points: Sequence[dict[str, Any]], folders: Sequence[Path]) -> None:
     """Loads the model once, encodes the suites once, then moves the live weights from point to point."""
+    from grafting.evaluation.samples import add_pass_at_k, sample
     from grafting.evaluation.suites import Decoding, load_suite, predict, summarise
     from grafting.merging.sweep import Sweep
     from grafting.models import count_parameters, load_model, load_tokenizer
@@ -71,12 +75,16 @@ def _compute(job: Any, points: Sequence[dict[str, Any]], folders: Sequence[Path]
     prepare(spec["threads"], 0)
     with job.phase("load"):
         model, tokenizer = load_model(job.input("model")).to(device()), load_tokenizer(job.input("model"))
-        suites = [load_suite(folder, spec["split"], tokenizer) for folder in folders]
+        native = [folder for folder in folders if load_info(folder)["kind"] != "harness"]
+        suites = [load_suite(folder, spec["split"], tokenizer) for folder in native]
+        bridged = _bridged(job, [folder for folder in folders if folder not in native])
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         decoding = Decoding(tokenizer, stop_ids(model, tokenizer), pad_id, spec["batch_size"], spec["max_new_tokens"])
         sweep = Sweep.of_job(job) if any(point["recipe"] is not None for point in points) else None
     counter = Counter()
-    bar = job.progress(len(points) * sum(len(suite.examples) for suite in suites), "evaluation", unit="answer")
+    bar = job.progress(
+        len(points) * sum(len(suite.examples) for suite in [*suites, *bridged]), "evaluation", unit="answer"
+    )
     # The points that are the model itself come first, while its weights are still untouched.
     for point in sorted(points, key=lambda point: point["recipe"] is not None):
         if point["recipe"] is not None:
@@ -85,10 +93,29 @@ def _compute(job: Any, points: Sequence[dict[str, Any]], folders: Sequence[Path]
         with job.phase("rollout"):
             predictions = predict(model, suites, decoding, counter, bar.update)
         scores = [row for suite, rows in zip(suites, predictions, strict=True) for row in summarise(suite, rows)]
+        for suite in bridged:
+            with job.phase("harness"):
+                predictions.append(suite.predict(model, tokenizer))
+            scores += suite.summarise(predictions[-1])
+            bar.update(len(predictions[-1]))
+        if spec.get("samples"):
+            with job.phase("rollout"):
+                sampled = sample(model, suites, decoding, spec["samples"], counter)
+            add_pass_at_k(scores, sampled, spec["samples"])
+            _write_predictions(job.out / f"{point['key']}.samples.jsonl.gz", sampled)
         _write_point(job.out, point, scores)
         _write_predictions(job.out / f"{point['key']}.jsonl.gz", [row for rows in predictions for row in rows])
     bar.close()
     job.add_cost(**counter.cost(count_parameters(model)))
+
+
+def _bridged(job: Any, folders: Sequence[Path]) -> list[Any]:
+    """Suites of lm-evaluation-harness. Resolved by name: only studies that use the bridge hang on its code."""
+    if not folders:
+        return []
+    bridge = import_module("grafting.evaluation.harness")
+    scratch = job.work / "harness"
+    return [bridge.load_suite(f, load_info(f), job.spec["split"], job.spec, scratch) for f in folders]
 
 
 def _write_point(out: Path, point: dict[str, Any], scores: list[dict[str, Any]]) -> None:

@@ -43,6 +43,7 @@ def generate(
     stop_ids: set[int],
     pad_id: int,
     temperature: float = 0.0,
+    top_p: float = 1.0,
     seeds: list[int] | None = None,
     batch_size: int,
     counter=None,
@@ -71,7 +72,7 @@ def generate(
             chosen = order[start : start + batch_size]
             numbers = uniforms([seeds[i] for i in chosen], max_new_tokens) if temperature != 0 else None
             batch = [prompts[i] for i in chosen]
-            results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter)
+            results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter, top_p)
             for i, rollout in zip(chosen, results, strict=True):
                 rollouts[i] = rollout
             if progress is not None:
@@ -81,7 +82,9 @@ def generate(
     return rollouts
 
 
-def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter) -> list[Rollout]:
+def _decode(
+    model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter, top_p=1.0
+) -> list[Rollout]:
     """Decode one batch; `numbers` [n, max_new_tokens] are the uniforms, None for greedy."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
@@ -105,7 +108,7 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        chosen = choose(logits, temperature, None if numbers is None else numbers[:, step])
+        chosen = choose(logits, temperature, None if numbers is None else numbers[:, step], top_p)
         for row, token in zip(rows, chosen.tolist(), strict=True):
             if not finished[row]:
                 tokens[row].append(token)

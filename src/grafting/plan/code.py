@@ -3,7 +3,8 @@
 It covers the syntax trees of the stage's entry module and of all it imports inside the package (imports
 inside functions too), without comments, docstrings, formatting and annotations, and the locked versions of
 the libraries that decide bytes. The dump is our own: that of the standard library changes between versions
-of Python. The package's provenance and planning code is left out: it moves payloads, it does not make them.
+of Python. The package's provenance, planning and Hub code is left out: it moves bytes whose hashes or revisions
+are in the key, it does not make them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ DECIDING = {
     "pydantic": ("pydantic",),
     "pandas": ("pandas",),
     "scipy": ("scipy",),
+    "lm_eval": ("lm-eval",),
     "matplotlib": ("matplotlib",),
 }
-UNCOUNTED = ("grafting.provenance", "grafting.plan", "grafting.config", "grafting.errors")
+UNCOUNTED = ("grafting.provenance", "grafting.plan", "grafting.config", "grafting.errors", "grafting.hub")
 #: This one writes into payloads.
 COUNTED = {"grafting.provenance.files"}
 #: Fields of syntax nodes that carry no behaviour.

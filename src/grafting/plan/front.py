@@ -14,30 +14,35 @@ from grafting.plan.code import PROJECT
 from grafting.plan.sources import files_of
 from grafting.plan.study import Study
 from grafting.provenance.store import Store
-from grafting.tasks import known_priors, known_tasks
+from grafting.tasks import known_priors
 from grafting.tasks.sources import check_sources
 
 CONFIG = "config.yaml"
 EXPORTED = ("summary.md", "evaluations.csv", "claims.json", "config.resolved.yaml", "figures/frontier.svg")
 
 
-def load_config(*overlays: dict, folder: Path = Path(".")) -> Config:
-    """The folder's `config.yaml` with overlays on top; UserError if the folder has none."""
+def load_config(*overlays: dict, folder: Path = Path("."), unknown: list[str] | None = None) -> Config:
+    """The folder's `config.yaml` with overlays on top; UserError if the folder has none.
+
+    `unknown`: see `grafting.config.resolve`.
+    """
     if not (folder / CONFIG).exists():
         raise UserError(
             f"{folder.resolve()}: no {CONFIG} here; start in the project's folder, or copy {PROJECT / CONFIG} here "
             "to begin a study of your own"
         )
-    return resolve(read_yaml(folder / CONFIG), *overlays)
+    return resolve(read_yaml(folder / CONFIG), *overlays, unknown=unknown)
 
 
 def check_at_hand(study: Study, store: Store) -> None:
     """Outside data and models of jobs that are still to be done must be at hand; UserError if not."""
     config = study.config
-    abouts = [known_tasks()[task] for task in study.task_data] + [known_priors()[config.prior.kind]]
+    abouts = [study.abouts[task] for task in study.task_data] + [known_priors()[config.prior.kind]]
     for about, job_id in zip(abouts, [*study.task_data.values(), study.prior_data], strict=True):
-        if about["source"] and not store.sentinel(job_id).exists():
+        if about["source"] and about["source"] not in config.data_sources and not store.sentinel(job_id).exists():
             check_sources(about["source"], files_of(about["source"]), config.data_root)
+    if config.prior.kind == "harness" and importlib.util.find_spec("lm_eval") is None:
+        raise UserError("prior.kind harness: lm-evaluation-harness is not installed; run `pip install '.[harness]'`")
     for job in study.jobs.values():
         source = job.spec.get("source") if job.stage == "models" else None
         if source is None or store.sentinel(job.id).exists():
@@ -71,5 +76,10 @@ def set_environment(study: Study) -> None:
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    if study.config.data_root is not None:
-        os.environ["GRAFTING_DATA_ROOT"] = str(Path(study.config.data_root).resolve())
+    config = study.config
+    if config.data_root is not None:
+        os.environ["GRAFTING_DATA_ROOT"] = str(Path(config.data_root).resolve())
+    if config.judge is not None:
+        os.environ["GRAFTING_JUDGE"] = config.judge.model_dump_json()
+    if config.evaluation.run_generated_code:
+        os.environ["GRAFTING_RUN_GENERATED_CODE"] = "1"

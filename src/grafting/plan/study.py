@@ -11,9 +11,11 @@ from grafting.plan.code import code_digest
 from grafting.plan.jobs import Job, key_of
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
 from grafting.plan.reporting import report_of
+from grafting.plan.scoring import files_for, scoring
 from grafting.plan.sources import files_of
 from grafting.provenance.files import digest
-from grafting.tasks import known_priors, known_tasks
+from grafting.tasks import known_priors, tasks_of
+from grafting.tasks.harness_suites import VERSION, suite_of
 from grafting.tasks.stage import BUILDERS
 from grafting.training.objectives import OBJECTIVES
 
@@ -28,6 +30,8 @@ class Study:
         self.evaluations: list[dict] = []
         self.selections: list[dict] = []
         self.rollouts: list[dict] = []
+        self.abouts = tasks_of(config.own_tasks)
+        self.scorers = {t: config.task_options.get(t, {}).get("scorer", self.abouts[t]["scorer"]) for t in config.tasks}
         self.task_data = {task: self._task(task) for task in config.tasks}
         self.prior_data = self._prior()
         for model_seed in config.model_seeds:
@@ -60,25 +64,29 @@ class Study:
 
     # ---- data and models ------------------------------------------------------------------------
     def _task(self, task: str) -> str:
-        about = known_tasks()[task]
+        about = self.abouts[task]
         sizes = self.config.task_defaults.model_dump()
         spec = {
             "builder": about["builder"],
             **sizes,
             **about["option_defaults"],
+            **about.get("spec", {}),
             **self.config.task_options.get(task, {}),
         }
         if about["builder"].startswith("tiny."):
             spec |= {"task": task, "max_tokens": self.config.lineage.architecture.context}
         if about["source"]:
-            spec["files"] = files_of(about["source"])
-        return self.add("data", task, spec, {}, self._builder(about))
+            spec["files"] = files_for(self.config, about["source"])
+        return self.add("data", task, spec, {}, self._builder(about), places=about.get("places"))
 
     def _prior(self) -> str:
         about = known_priors()[self.config.prior.kind]
-        spec = {"builder": about["builder"], **self.config.prior.model_dump(exclude={"kind"})}
+        spec = {"builder": about["builder"], **self.config.prior.model_dump(exclude={"kind", "suite", "harness"})}
+        if self.config.prior.kind == "harness":
+            suite = suite_of(self.config.prior.suite, self.config.prior.model_dump()["harness"])
+            spec |= {"suite": self.config.prior.suite, "tasks": suite, "harness_version": VERSION}
         if about["source"]:
-            spec["files"] = files_of(about["source"])
+            spec["files"] = files_for(self.config, about["source"])
         return self.add("data", f"prior.{self.config.prior.kind}", spec, {}, self._builder(about))
 
     @staticmethod
@@ -169,14 +177,16 @@ class Study:
             "threads": self.config.evaluation.threads,
         }
         for task, data in self.task_data.items():
+            judged, entry = scoring(self, [task], "rollout")
             for style in [None, *self.config.styles]:
                 shown = style is not None
                 name = f"{task}.{'shown-' + style if shown else 'plain'}.m{self.m}"
                 job = self.add(
                     "rollout",
                     name,
-                    settings | {"with_demonstration": shown, "style": style or self.config.styles[0]},
+                    settings | {"with_demonstration": shown, "style": style or self.config.styles[0]} | judged,
                     {"model": [self.models["deployed"]], "data": [data]},
+                    entry,
                 )
                 self.rollouts.append(
                     {
@@ -202,12 +212,15 @@ class Study:
             spec["opsd"] = learner.model_dump(exclude={"lrs", "steps", "batch_size", "styles"})
             # also in a sequence the teacher is the deployed model: one frozen anew at each task knows nothing
             inputs["teacher"] = [self.models["deployed"]]
+        # SFT scores nothing: another judge leaves it as it is
+        judged, entry = scoring(self, [task] if objective != "sft" else [], "train")
+        spec |= judged
         return self.add(
             "train",
             f"{task}.{style}.{objective}.{place}.lr{lr:g}.s{seed}.m{self.m}",
             spec,
             inputs,
-            ("train", f"grafting.training.objectives.{OBJECTIVES[objective].partition(':')[0]}"),
+            (*entry, f"grafting.training.objectives.{OBJECTIVES[objective].partition(':')[0]}"),
         )
 
     def merge(self, name: str, recipe: dict, model: str, trained: str, donor: str) -> str:
@@ -264,8 +277,10 @@ class Study:
         for estimator, job_id in self.sensitivity.items():
             if estimator in estimators:
                 inputs[f"sensitivity_{estimator}"] = [job_id]
-        settings = {"split": split, **self.config.evaluation.model_dump()}
-        code = code_digest("evaluate")
+        judged, entry = scoring(self, tasks, "evaluate")
+        evaluation = self.config.evaluation.model_dump(exclude={"run_generated_code"}, exclude_none=True)
+        settings = {"split": split, **evaluation, **judged}
+        code = code_digest(*entry)
         keyed = [{**point, "key": self._point_key(point["recipe"], settings, inputs, code)} for point in points]
         return Job(
             "evaluate",
@@ -273,7 +288,7 @@ class Study:
             {**settings, "points": keyed},
             {role: refs for role, refs in inputs.items() if refs},
             code,
-            ("evaluate",),
+            entry,
         )
 
     def _point_key(self, recipe: dict | None, settings: dict, inputs: dict[str, list[str]], code: str) -> str:

@@ -60,6 +60,18 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def estimate(options: argparse.Namespace) -> int:
+    """Print what a study will take: jobs, GPU hours, generated tokens, disk, largest memory."""
+    from grafting.plan.estimate import TABLE, read_table, render
+    from grafting.plan.front import load_config
+    from grafting.plan.study import Study
+
+    unknown: list[str] = []
+    study = Study(load_config(*_overlays(options), unknown=unknown))
+    print(render(study, read_table(options.throughput), unknown, str(options.throughput or TABLE.name)))
+    return 0
+
+
 def why(options: argparse.Namespace) -> int:
     """Say what of a job's key changed: spec field, input, module, library."""
     from grafting.plan.front import load_study
@@ -171,6 +183,9 @@ def main(arguments: list[str] | None = None) -> int:
         if function is why:
             sub.add_argument("target", help="a job's id, its name without key, or a path of it")
             sub.add_argument("--since", metavar="REV", help="compare with the sentinels of a git revision")
+    sub = verb(estimate)
+    sub.add_argument("configfile", type=Path, nargs="*", default=[], help="overlays on config.yaml, as a preset")
+    sub.add_argument("--throughput", type=Path, help="a table of your own, in the form of presets/throughput.yaml")
     verb(sources).add_argument("folders", type=Path, nargs="+")
     options = parser.parse_args(arguments)
     try:

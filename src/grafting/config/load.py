@@ -189,17 +189,19 @@ def _check_tasks(config: Config) -> None:
 
 def unknown_settings(config: Config) -> list[str]:
     """The keys that are null because their value has not been seen: revisions, few-shot counts, judge settings."""
+    from grafting.tasks import known_priors, tasks_of
     from grafting.tasks.harness_suites import suite_of
 
+    tasks = tasks_of(config.own_tasks)
+    read = {tasks[name]["source"] for name in config.tasks} | {known_priors()[config.prior.kind]["source"]}
     found = []
     if config.lineage.kind == "pretrained":
         for name, source in {"deployed": config.lineage.deployed, **config.lineage.donors}.items():
             if source.hub is not None and source.revision is None:
                 key = "lineage.deployed" if name == "deployed" else f"lineage.donors.{name}"
                 found.append(f"{key}.revision (of {source.hub})")
-    for name, source in config.data_sources.items():
-        if source.revision is None:
-            found.append(f"data_sources.{name}.revision (of {source.hub})")
+    for name, source in ((n, s) for n, s in config.data_sources.items() if n in read):
+        found += [f"data_sources.{name}.{key}" for key in ("hub", "revision") if getattr(source, key) is None]
     if config.judge is not None:
         found += [f"judge.{key}" for key in ("model", "prompt") if getattr(config.judge, key) is None]
     if config.prior.kind == "harness":

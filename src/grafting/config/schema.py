@@ -4,34 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**31)]
-Rate = Annotated[float, Field(gt=0)]
-Scale = Annotated[float, Field(ge=0, le=10)]
-Decay = Annotated[float, Field(ge=0)]
-#: A name that becomes part of a file name.
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$")]
-
-
-def _distinct(values: list) -> list:
-    """Values must differ in the six digits that a candidate's name shows."""
-    shown = [repr(v) if isinstance(v, BaseModel) else f"{v:g}" for v in values]
-    if len(set(shown)) != len(shown):
-        raise ValueError(f"{', '.join(shown)}: two values are equal in six digits; names could not tell them apart")
-    return values
-
-
-Distinct = AfterValidator(_distinct)
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values cannot change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from grafting.config.base import Decay, Distinct, Fraction, Name, Natural, Positive, Rate, Scale, Section, Seed
+from grafting.config.data import DataSource, Judge, Prior, Samples
+from grafting.config.grid import Gridded
 
 
 class Architecture(Section):
@@ -138,41 +115,6 @@ class PretrainedLineage(Section):
     threads: Positive = 1
 
 
-class DataSource(Section):
-    """Files of a data source on the Hub, in place of a folder under data_root.
-
-    files: name that the task knows -> path in the repository. The revision pins the content.
-    """
-
-    hub: str
-    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None
-    files: Annotated[dict[str, str], Field(min_length=1)]
-
-
-class Judge(Section):
-    """A language model that compares responses with references, behind an OpenAI-compatible endpoint.
-
-    model, prompt and max_tokens decide its verdicts and enter keys; where and how it is reached does not.
-    """
-
-    model: str | None
-    endpoint: str
-    prompt: str | None
-    max_tokens: Positive = 16
-    api_key_variable: str | None = None
-    timeout_seconds: Rate = 60.0
-    attempts: Positive = 5
-    pause_seconds: Decay = 1.0
-    parallel: Positive = 8
-
-    @model_validator(mode="after")
-    def _prompt_has_places(self) -> Judge:
-        missing = [f"{{{p}}}" for p in ("question", "reference", "response") if f"{{{p}}}" not in (self.prompt or "")]
-        if self.prompt is not None and missing:
-            raise ValueError(f"prompt must hold {', '.join(missing)}")
-        return self
-
-
 class TaskDefaults(Section):
     """Sizes and seed of a new task, unless `task_options` says otherwise."""
 
@@ -180,32 +122,6 @@ class TaskDefaults(Section):
     val_items: Positive
     test_items: Positive
     seed: int
-
-
-class HarnessTask(Section):
-    """How one task of lm-evaluation-harness is run; null: not known, and the run stops there."""
-
-    num_fewshot: Natural | None = None
-    chat_template: bool | None = None
-    metric: str | None = None
-
-
-class Prior(Section):
-    """The suite of capabilities to keep."""
-
-    kind: Literal["skills", "mmlu", "harness"]
-    val_items: Positive
-    test_items: Positive
-    retention_items: Positive
-    seed: int
-    suite: Literal["sdft", "local"] | None = None
-    harness: dict[str, HarnessTask] = {}
-
-    @model_validator(mode="after")
-    def _suite_goes_with_harness(self) -> Prior:
-        if (self.kind == "harness") != (self.suite is not None):
-            raise ValueError("suite and harness go with kind: harness, and only with it")
-        return self
 
 
 class Training(Section):
@@ -230,7 +146,7 @@ class Training(Section):
         return self
 
 
-class Sft(Section):
+class Sft(Section, Gridded):
     """Supervised fine-tuning."""
 
     lrs: Annotated[list[Rate], Field(min_length=1), Distinct]
@@ -245,7 +161,7 @@ class Guard(Section):
     every: Positive
 
 
-class Opsd(Section):
+class Opsd(Section, Gridded):
     """On-policy self-distillation."""
 
     lrs: Annotated[list[Rate], Field(min_length=1), Distinct]
@@ -294,7 +210,7 @@ class Masks(Section):
     labels: Literal["model", "data"]
 
 
-class Graft(Section):
+class Graft(Section, Gridded):
     """Donor, scale and mask."""
 
     lrs: Annotated[list[Rate], Field(min_length=1), Distinct]
@@ -326,21 +242,6 @@ class Parallel(Section):
 
     donors: list[Name]
     operators: list[Combination]
-
-
-class Samples(Section):
-    """Sampled answers beside the greedy one: pass@k by the unbiased estimator from n samples per item."""
-
-    n: Positive
-    k: Annotated[list[Positive], Field(min_length=1)]
-    temperature: Rate
-    top_p: Annotated[float, Field(gt=0, le=1)]
-
-    @model_validator(mode="after")
-    def _enough(self) -> Samples:
-        if max(self.k) > self.n:
-            raise ValueError(f"pass@{max(self.k)} needs n of at least {max(self.k)}, given {self.n}")
-        return self
 
 
 class Evaluation(Section):

@@ -94,6 +94,11 @@ def load_suite(
                 "its data must be in the cache when HF_HUB_OFFLINE=1"
             ) from None
         for task in loaded[name]["tasks"].values():
+            if getattr(task, "UNSAFE_CODE", False) and os.environ.get("GRAFTING_RUN_GENERATED_CODE") != "1":
+                raise UserError(
+                    f"harness task {name} runs what the model writes, which is off: set "
+                    "evaluation.run_generated_code: true if you accept that (the harness does not shut it in)"
+                )
             task.set_config(key="num_fewshot", value=settings["num_fewshot"])
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
         samples[name] = None if own else choose(loaded[name]["tasks"], name, info, split)
@@ -172,6 +177,7 @@ def predict(model, tokenizer, suite: HarnessSuite) -> list[dict[str, Any]]:
             apply_chat_template=settings["chat_template"],
             fewshot_as_multiturn=settings.get("fewshot_as_multiturn", False),
             log_samples=True,
+            confirm_run_unsafe_code=os.environ.get("GRAFTING_RUN_GENERATED_CODE") == "1",
         )
         rows += _rows(name, settings["metric"], found["samples"])
         suite.facts[name] = {

@@ -56,9 +56,17 @@ def check_at_hand(study: Study, store: Store) -> None:
             raise UserError(f"lineage.{job.name}.path: {path} is no model directory (it has no config.json)")
 
 
-def load_study(*overlays: dict, folder: Path = Path(".")) -> Study:
-    """Config, plan and checks in one call."""
-    study, store = Study(load_config(*overlays, folder=folder)), Store(folder)
+def load_study(*overlays: dict, folder: Path = Path("."), preview: bool = False) -> Study:
+    """Config, plan and checks in one call.
+
+    preview: nothing will be run. Settings that are null because nobody has seen them are then no error: they are
+    listed on standard error, and what such a plan needs is not looked for.
+    """
+    unknown: list[str] | None = [] if preview else None
+    study, store = Study(load_config(*overlays, folder=folder, unknown=unknown)), Store(folder)
+    if unknown:
+        print("A preview: a run stops at what is still null:\n  " + "\n  ".join(unknown), file=sys.stderr)
+        return study
     check_at_hand(study, store)
     marker = store.sentinel(study.report)
     if marker.exists() and not all((folder / "results" / name).exists() for name in EXPORTED):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from grafting.config.grid import applied
 from grafting.config.schema import Config, Source
 from grafting.errors import UserError
 from grafting.plan.code import code_digest
@@ -209,12 +210,12 @@ class Study:
                 spec[key] = getattr(learner, key)
         inputs = {"model": [model], "data": [self.task_data[task]]}
         if objective == "opsd":
-            spec["opsd"] = learner.model_dump(exclude={"lrs", "steps", "batch_size", "styles"})
+            spec["opsd"] = learner.model_dump(exclude={"lrs", "steps", "batch_size", "styles", "grid"})
             # also in a sequence the teacher is the deployed model: one frozen anew at each task knows nothing
             inputs["teacher"] = [self.models["deployed"]]
         # SFT scores nothing: another judge leaves it as it is
         judged, entry = scoring(self, [task] if objective != "sft" else [], "train")
-        spec |= judged
+        spec = applied(spec | judged, lr, self.jobs[self.task_data[task]].spec["train_items"])
         return self.add(
             "train",
             f"{task}.{style}.{objective}.{place}.lr{lr:g}.s{seed}.m{self.m}",

@@ -11,7 +11,8 @@ min_version("9.18")
 
 try:
     # `config` holds --configfile and --config; both are overlays on config.yaml
-    STUDY = load_study(config)
+    # Snakemake itself says only later whether this is a dry run
+    STUDY = load_study(config, preview=not {"-n", "--dry-run", "--dryrun"}.isdisjoint(sys.argv))
 except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)

@@ -61,6 +61,18 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def estimate(options: argparse.Namespace) -> int:
+    """Print what a study will take: jobs, GPU hours, generated tokens, disk, largest memory."""
+    from grafting.plan.estimate import TABLE, read_table, render
+    from grafting.plan.front import load_config
+    from grafting.plan.study import Study
+
+    unknown: list[str] = []
+    study = Study(load_config(*_overlays(options), unknown=unknown))
+    print(render(study, read_table(options.throughput), unknown, str(options.throughput or TABLE.name)))
+    return 0
+
+
 def why(options: argparse.Namespace) -> int:
     """Say what of a job's key changed: spec field, input, module, library, file, alias; and what changed first."""
     from grafting.plan.front import load_study
@@ -243,6 +255,9 @@ def main(arguments: list[str] | None = None) -> int:
     sub.add_argument("--hashes", action="store_true", help="put sha256 of all weights into the model card")
     sub.add_argument("--diagnostics", type=Path, metavar="DIR", help="norms, cosines and signs of the deltas to DIR")
     sub.add_argument("--print-recipe", action="store_true", help="print the recipe (of a mergekit file), and stop")
+    sub = verb(estimate)
+    sub.add_argument("configfile", type=Path, nargs="*", default=[], help="overlays on config.yaml, as a preset")
+    sub.add_argument("--throughput", type=Path, help="a table of your own, in the form of presets/throughput.yaml")
     options = parser.parse_args(arguments)
     try:
         return options.function(options)

@@ -5,11 +5,12 @@ from grafting.plan import code
 ROOMS = [
     "config", "plan", "tasks", "models", "rollouts", "training", "sensitivity", "merging", "evaluation", "analysis",
 ]  # fmt: skip
-#: Open to every room: the exception for users, and what runs and records jobs.
-OPEN = {"errors", "provenance"}
+#: Open to every room: the exception for users, the door to the Hub, and what runs and records jobs.
+OPEN = {"errors", "hub", "provenance"}
 #: Light registries of names, which config and plan read without the rooms behind them.
 REGISTRIES = {"grafting.tasks", "grafting.tasks.stage", "grafting.tasks.sources", "grafting.tasks.registry",
-              "grafting.training", "grafting.training.objectives", "grafting.tasks.tiny_language"}  # fmt: skip
+              "grafting.tasks.scorers", "grafting.tasks.judge", "grafting.tasks.harness_suites", "grafting.training",
+              "grafting.training.objectives", "grafting.tasks.tiny_language"}  # fmt: skip
 
 
 def test_a_room_imports_only_from_rooms_to_its_left():

@@ -33,9 +33,9 @@ SIZES = {"train_items": 40, "val_items": 10, "test_items": 20, "seed": 11}
 PRIOR = {"builder": "tiny.prior", "val_items": 5, "test_items": 10, "retention_items": 5, "seed": 123}
 
 
-def build(out: Path, **spec) -> Path:
+def build(out: Path, places: dict | None = None, **spec) -> Path:
     out.mkdir(parents=True, exist_ok=True)
-    stage.run(SimpleNamespace(spec=spec, out=out, id="data/test-0"))
+    stage.run(SimpleNamespace(spec=spec, out=out, id="data/test-0", places=places or {}))
     return out
 
 
@@ -227,8 +227,8 @@ def test_letter_scorer(text, verdict):
 
 
 def test_unknown_scorer():
-    with pytest.raises(UserError, match="unknown scorer 'judge'"):
-        scorers.score({"name": "x", "scorer": "judge"}, {"answer": ""}, "")
+    with pytest.raises(UserError, match="unknown scorer 'oracle'"):
+        scorers.score({"name": "x", "scorer": "oracle"}, {"answer": ""}, "")
 
 
 # ---- public data ------------------------------------------------------------------------------------
@@ -259,7 +259,8 @@ def test_science_splits_counts_and_format(tmp_path, monkeypatch):
     info, train = load_info(folder), load_examples(folder, "train")
     assert info["counts"] == {
         "train": 4, "val": 1, "test": 2, "read": 9,
-        "multiple_choice": 8, "filling_left_out": 1, "repeated_questions_left_out": 1,
+        "multiple_choice": 8, "filling": 1, "filling_left_out": 1, "repeated_questions_left_out": 1,
+        "by_subject": {"made up": 8},
     }  # fmt: skip
     system, user = train[0]["messages"]
     assert "<reasoning>" in system["content"] and "\nA: " in user["content"] and "\nD: " in user["content"]
@@ -344,7 +345,7 @@ def test_real_data(tmp_path, monkeypatch):
 def test_registry_names_builders():
     for about in [*known_tasks().values(), *known_priors().values()]:
         assert about["builder"] in stage.BUILDERS
-        assert set(about) - {"option_defaults"} == {"kind", "builder", "summary", "styles", "source"}
+        assert set(about) - {"option_defaults"} == {"kind", "builder", "summary", "styles", "source", "scorer"}
     assert all("option_defaults" in about for about in known_tasks().values())
     known_tasks()["science"]["option_defaults"].clear()
     assert known_tasks()["science"]["option_defaults"]  # a copy was changed, not the registry

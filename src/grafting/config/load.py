@@ -99,8 +99,12 @@ def _explain(error: ValidationError) -> str:
     return "\n".join(lines)
 
 
-def resolve(*layers: dict) -> Config:
-    """Merge the layers in order and validate; UserError lists every fault with its key."""
+def resolve(*layers: dict, unknown: list[str] | None = None) -> Config:
+    """Merge the layers in order and validate; UserError lists every fault with its key.
+
+    Settings that nobody has seen yet (null) are an error that names them. With a list `unknown` they are appended
+    to it instead, so that a plan or an estimate can be made before they are known.
+    """
     data: dict = {}
     for layer in layers:
         data = merge(data, layer)
@@ -110,7 +114,14 @@ def resolve(*layers: dict) -> Config:
     except ValidationError as error:
         raise UserError("the configuration cannot be used:\n  " + _explain(error).replace("\n", "\n  ")) from None
     _check_tasks(config)
-    _check_revisions(config)
+    missing = unknown_settings(config)
+    if unknown is not None:
+        unknown += missing
+    elif missing:
+        raise UserError(
+            "these settings are null because nobody has seen them; fill in what you have seen (a commit hash for a "
+            "revision):\n  " + "\n  ".join(missing)
+        )
     return config
 
 
@@ -125,9 +136,9 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 
 def _check_tasks(config: Config) -> None:
-    from grafting.tasks import known_priors, known_tasks
+    from grafting.tasks import known_priors, tasks_of
 
-    tasks = known_tasks()
+    tasks = tasks_of(config.own_tasks)
     for name in config.tasks:
         if name not in tasks:
             raise UserError(f"tasks: no task is called {name!r}; {_suggest(name, tasks)}")
@@ -136,6 +147,17 @@ def _check_tasks(config: Config) -> None:
             raise UserError(
                 f"tasks: {name!r} does not fit lineage.kind {config.lineage.kind!r}: "
                 "the tiny language's tasks go with the model made from it, and no other"
+            )
+        scorer = config.task_options.get(name, {}).get("scorer", tasks[name]["scorer"])
+        if scorer == "judge" and config.judge is None:
+            raise UserError(
+                f"judge: task {name} is scored by a judge and none is configured; set `judge` (model, endpoint, "
+                "prompt), or another scorer in task_options"
+            )
+        if scorer == "code" and not config.evaluation.run_generated_code:
+            raise UserError(
+                f"evaluation.run_generated_code: task {name} is scored by running what the model writes, which is "
+                "off; set it to true if you accept that"
             )
         for style in config.styles:
             if style not in tasks[name]["styles"]:
@@ -165,16 +187,25 @@ def _check_tasks(config: Config) -> None:
                     raise UserError(f"lineage.{phase}.skill_weights: no skill {skill!r}; {_suggest(skill, skills)}")
 
 
-def _check_revisions(config: Config) -> None:
-    if config.lineage.kind != "pretrained":
-        return
-    unknown = []
-    for name, source in {"deployed": config.lineage.deployed, **config.lineage.donors}.items():
-        if source.hub is not None and source.revision is None:
-            key = "lineage.deployed" if name == "deployed" else f"lineage.donors.{name}"
-            unknown.append(f"{key}.revision (of {source.hub})")
-    if unknown:
-        raise UserError(
-            "a model from the Hub is pinned by its revision; fill in the commit hash that you have seen:\n  "
-            + "\n  ".join(unknown)
-        )
+def unknown_settings(config: Config) -> list[str]:
+    """The keys that are null because their value has not been seen: revisions, few-shot counts, judge settings."""
+    from grafting.tasks import known_priors, tasks_of
+    from grafting.tasks.harness_suites import suite_of
+
+    tasks = tasks_of(config.own_tasks)
+    read = {tasks[name]["source"] for name in config.tasks} | {known_priors()[config.prior.kind]["source"]}
+    found = []
+    if config.lineage.kind == "pretrained":
+        for name, source in {"deployed": config.lineage.deployed, **config.lineage.donors}.items():
+            if source.hub is not None and source.revision is None:
+                key = "lineage.deployed" if name == "deployed" else f"lineage.donors.{name}"
+                found.append(f"{key}.revision (of {source.hub})")
+    for name, source in ((n, s) for n, s in config.data_sources.items() if n in read):
+        found += [f"data_sources.{name}.{key}" for key in ("hub", "revision") if getattr(source, key) is None]
+    if config.judge is not None:
+        found += [f"judge.{key}" for key in ("model", "prompt") if getattr(config.judge, key) is None]
+    if config.prior.kind == "harness":
+        for name, task in suite_of(config.prior.suite, config.prior.model_dump()["harness"]).items():
+            missing = [key for key in ("num_fewshot", "chat_template", "metric") if task[key] is None]
+            found += [f"prior.harness.{name}.{key}" for key in missing]
+    return found

@@ -4,34 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**31)]
-Rate = Annotated[float, Field(gt=0)]
-Scale = Annotated[float, Field(ge=0, le=10)]
-Decay = Annotated[float, Field(ge=0)]
-#: A name that becomes part of a file name.
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$")]
-
-
-def _distinct(values: list) -> list:
-    """Values must differ in the six digits that a candidate's name shows."""
-    shown = [repr(v) if isinstance(v, BaseModel) else f"{v:g}" for v in values]
-    if len(set(shown)) != len(shown):
-        raise ValueError(f"{', '.join(shown)}: two values are equal in six digits; names could not tell them apart")
-    return values
-
-
-Distinct = AfterValidator(_distinct)
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are refused, values cannot change after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from grafting.config.base import Decay, Distinct, Fraction, Name, Natural, Positive, Rate, Scale, Section, Seed
+from grafting.config.data import DataSource, Judge, Prior, Samples
+from grafting.config.grid import Gridded
 
 
 class Architecture(Section):
@@ -147,16 +124,6 @@ class TaskDefaults(Section):
     seed: int
 
 
-class Prior(Section):
-    """The suite of capabilities to keep."""
-
-    kind: Literal["skills", "mmlu"]
-    val_items: Positive
-    test_items: Positive
-    retention_items: Positive
-    seed: int
-
-
 class Training(Section):
     """What all learners share."""
 
@@ -179,7 +146,7 @@ class Training(Section):
         return self
 
 
-class Sft(Section):
+class Sft(Section, Gridded):
     """Supervised fine-tuning."""
 
     lrs: Annotated[list[Rate], Field(min_length=1), Distinct]
@@ -194,7 +161,7 @@ class Guard(Section):
     every: Positive
 
 
-class Opsd(Section):
+class Opsd(Section, Gridded):
     """On-policy self-distillation."""
 
     lrs: Annotated[list[Rate], Field(min_length=1), Distinct]
@@ -243,7 +210,7 @@ class Masks(Section):
     labels: Literal["model", "data"]
 
 
-class Graft(Section):
+class Graft(Section, Gridded):
     """Donor, scale and mask."""
 
     lrs: Annotated[list[Rate], Field(min_length=1), Distinct]
@@ -283,6 +250,8 @@ class Evaluation(Section):
     batch_size: Positive
     max_new_tokens: Positive
     threads: Positive
+    samples: Samples | None = None
+    run_generated_code: bool = False
 
 
 class Rollout(Section):
@@ -318,10 +287,13 @@ class Config(Section):
     model_seeds: Annotated[list[Seed], Field(min_length=1)]
     data_root: str | None
     lineage: Annotated[ScratchLineage | PretrainedLineage, Field(discriminator="kind")]
+    data_sources: dict[Name, DataSource] = {}
     tasks: Annotated[list[Name], Field(min_length=1)]
+    own_tasks: dict[Name, str] = {}
     task_options: dict[Name, dict[str, Any]]
     task_defaults: TaskDefaults
     styles: Annotated[list[Name], Field(min_length=1)]
+    judge: Judge | None = None
     prior: Prior
     training: Training
     learners: Learners

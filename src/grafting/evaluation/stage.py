@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ def _reuse(point: dict[str, Any], earlier: Sequence[Path], out: Path) -> bool:
         scores, predictions = folder / f"{point['key']}.json", folder / f"{point['key']}.jsonl.gz"
         if scores.is_file() and predictions.is_file():
             _write_point(out, point, json.loads(scores.read_text())["scores"])
-            shutil.copyfile(predictions, out / predictions.name)
+            for file in (predictions, folder / f"{point['key']}.samples.jsonl.gz"):
+                if file.is_file():
+                    shutil.copyfile(file, out / file.name)
             return True
     return False
 
@@ -73,46 +76,73 @@ def _compute(job: Any, points: Sequence[dict[str, Any]], folders: Sequence[Path]
     prepare(spec["threads"], 0)
     with job.phase("load"):
         model, tokenizer = load_model(job.input("model")).to(device()), load_tokenizer(job.input("model"))
-        suites = [load_suite(folder, spec["split"], tokenizer) for folder in folders]
+        native = [folder for folder in folders if load_info(folder)["kind"] != "harness"]
+        suites = [load_suite(folder, spec["split"], tokenizer) for folder in native]
+        bridged = _bridged(job, [folder for folder in folders if folder not in native])
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         decoding = Decoding(tokenizer, stop_ids(model, tokenizer), pad_id, spec["batch_size"], spec["max_new_tokens"])
         sweep = Sweep.of_job(job) if any(point["recipe"] is not None for point in points) else None
     counter, finished = Counter(), job.saving.part("points")
-    bar = job.progress(len(points) * sum(len(suite.examples) for suite in suites), "evaluation", unit="answer")
+    answers = len(points) * sum(len(suite.examples) for suite in [*suites, *bridged])
+    bar = job.progress(answers, "evaluation", unit="answer")
     # The points that are the model itself come first, while its weights are still untouched.
     with job.saving.section():
         for number, point in enumerate(sorted(points, key=lambda point: point["recipe"] is not None), 1):
             done = finished.get(point["key"])
             if done is None:
-                done = _evaluate(job, point, model, sweep, suites, decoding, bar)
+                done = _evaluate(job, point, model, sweep, suites, bridged, decoding, bar)
                 finished.add(point["key"], done, f"point {number} of {len(points)}")
             else:
                 bar.skip(len(done["predictions"]))
             counter.add(**done["tokens"])
             _write_point(job.out, point, done["scores"])
             _write_predictions(job.out / f"{point['key']}.jsonl.gz", done["predictions"])
+            if spec.get("samples"):
+                _write_predictions(job.out / f"{point['key']}.samples.jsonl.gz", done["sampled"])
     bar.close()
     job.add_cost(**counter.cost(count_parameters(model)))
 
 
-def _evaluate(job: Any, point: dict[str, Any], model: Any, sweep: Any, suites: Any, decoding: Any, bar: Any) -> dict:
+def _evaluate(
+    job: Any, point: dict, model: Any, sweep: Any, suites: Any, bridged: Any, decoding: Any, bar: Any
+) -> dict:
     """Scores, predictions and token counts of one point, as JSON values."""
+    from grafting.evaluation.samples import add_pass_at_k, sample
     from grafting.evaluation.suites import predict, summarise
     from grafting.rollouts.counting import Counter
 
     if point["recipe"] is not None:
         with job.phase("merge"):
             sweep.into(model, point["recipe"])
-    counter = Counter()
+    counter, sampled, samples = Counter(), [], job.spec.get("samples")
     with job.phase("rollout"):
         part = lambda name: job.saving.part(f"{point['key']} {name}")  # noqa: E731
         predictions = predict(model, suites, decoding, counter, bar.update, part)
     scores = [row for suite, rows in zip(suites, predictions, strict=True) for row in summarise(suite, rows)]
+    for suite in bridged:
+        with job.phase("harness"):
+            predictions.append(suite.predict(model, decoding.tokenizer))
+        scores += suite.summarise(predictions[-1])
+        bar.update(len(predictions[-1]))
+    if samples:
+        with job.phase("rollout"):
+            sampled = sample(model, suites, decoding, samples, counter)
+        add_pass_at_k(scores, sampled, samples)
     return {
         "scores": scores,
         "predictions": [row for rows in predictions for row in rows],
+        "sampled": sampled,
         "tokens": asdict(counter),
     }
+
+
+def _bridged(job: Any, folders: Sequence[Path]) -> list[Any]:
+    """Suites of lm-evaluation-harness. Resolved by name: only studies that use the bridge hang on its code."""
+    if not folders:
+        return []
+    bridge = import_module("grafting.evaluation.harness")
+    scratch = job.work / "harness"
+    return [bridge.load_suite(f, load_info(f), job.spec["split"], job.spec, scratch) for f in folders]
 
 
 def _write_point(out: Path, point: dict[str, Any], scores: list[dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from grafting.errors import UserError
 from grafting.models import chat
 from grafting.rollouts import generate
 from grafting.rollouts.scoring import verdict
-from grafting.tasks import load_examples, load_info
+from grafting.tasks import load_examples, load_info, scorers
 
 Prediction = dict[str, Any]  # id, task, text, correct, reason, finish: one line of <pointkey>.jsonl.gz
 
@@ -131,13 +131,25 @@ def predict(
 
 def _score_generated(suite: Suite, rollouts: Any, text_of: Callable[[Sequence[int]], str]) -> list[Prediction]:
     """Scores the next len(suite.examples) rollouts; a wrong answer cut by the length limit is "truncated"."""
-    predictions = []
+    stops = suite.info.get("stops", ())
+    answers = []
     for example in suite.examples:
         rollout = next(rollouts)
-        text = text_of(rollout.tokens)
-        correct, reason = verdict(suite.info, example, text, rollout.finish)
-        predictions.append(_prediction(example, text, correct, reason, rollout.finish))
-    return predictions
+        answers.append((example, *cut_at(text_of(rollout.tokens), stops, rollout.finish)))
+    scorers.prepare(suite.info, [(example, text) for example, text, _ in answers])
+    return [
+        _prediction(example, text, *verdict(suite.info, example, text, finish), finish)
+        for example, text, finish in answers
+    ]
+
+
+def cut_at(text: str, stops: Sequence[str], finish: str) -> tuple[str, str]:
+    """The text before the first of the format's stop strings, and "stop_string" if one was found, else as it ended.
+
+    Stops belong to a format (info.json): those of a base model's code would cut a chat model's answer short.
+    """
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return (text[: min(places)], "stop_string") if places else (text, finish)
 
 
 def _score_options(
@@ -209,5 +221,26 @@ def summarise(suite: Suite, predictions: Sequence[Prediction]) -> list[dict[str,
             "reasons": dict(sorted(Counter(row["reason"] for row in rows).items())),
             "finish": dict(sorted(Counter(row["finish"] for row in rows).items())),
         }
+        | _by_subject(suite, rows)
         for task, rows in groups.items()
     ]
+
+
+def _by_subject(suite: Suite, rows: Sequence[Prediction]) -> dict[str, Any]:
+    """{"subjects": {subject: {n, correct, reasons}}} where the examples have one: forms of questions, fields."""
+    subjects = {example["id"]: example.get("subject") for example in suite.examples}
+    if suite.letters is not None or not all(subjects.values()):
+        return {}
+    found: dict[str, list[Prediction]] = {}
+    for row in rows:
+        found.setdefault(subjects[row["id"]], []).append(row)
+    return {
+        "subjects": {
+            subject: {
+                "n": len(part),
+                "correct": sum(row["correct"] for row in part),
+                "reasons": dict(sorted(Counter(row["reason"] for row in part).items())),
+            }
+            for subject, part in sorted(found.items())
+        }
+    }

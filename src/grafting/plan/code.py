@@ -2,8 +2,9 @@
 
 It covers the syntax trees (see `grafting.plan.syntax`) of the stage's entry module and of all it imports inside
 the package, imports inside functions too; the other files of the package that these modules read; and the locked
-versions of the libraries that decide bytes. The package's provenance and planning code is left out: it moves
-payloads, it does not make them. A module that is imported by a computed name must be given as a part.
+versions of the libraries that decide bytes. The package's provenance, planning and Hub code is left out: it moves
+bytes whose hashes or revisions are in the key, it does not make them. A module that is imported by a computed name
+must be given as a part.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ DECIDING = {
     "pydantic": ("pydantic",),
     "pandas": ("pandas",),
     "scipy": ("scipy",),
+    "lm_eval": ("lm-eval",),
     "matplotlib": ("matplotlib",),
 }
-UNCOUNTED = ("grafting.provenance", "grafting.plan", "grafting.config", "grafting.errors")
+UNCOUNTED = ("grafting.provenance", "grafting.plan", "grafting.config", "grafting.errors", "grafting.hub")
 #: This one writes into payloads.
 COUNTED = {"grafting.provenance.files"}
 ENTRIES = {

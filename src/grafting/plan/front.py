@@ -17,7 +17,7 @@ from grafting.plan.code import PROJECT
 from grafting.plan.sources import files_of
 from grafting.plan.study import Study
 from grafting.provenance.store import Store
-from grafting.tasks import known_priors, known_tasks
+from grafting.tasks import known_priors
 from grafting.tasks.sources import check_sources, read_sources
 
 CONFIG = "config.yaml"
@@ -28,27 +28,32 @@ EXPORTED = (
 )  # fmt: skip
 
 
-def load_config(*overlays: dict, folder: Path = Path(".")) -> Config:
-    """The folder's `config.yaml` with overlays on top; UserError if the folder has none."""
+def load_config(*overlays: dict, folder: Path = Path("."), unknown: list[str] | None = None) -> Config:
+    """The folder's `config.yaml` with overlays on top; UserError if the folder has none.
+
+    `unknown`: see `grafting.config.resolve`.
+    """
     if not (folder / CONFIG).exists():
         raise UserError(
             f"{folder.resolve()}: no {CONFIG} here; start in the project's folder, or copy {PROJECT / CONFIG} here "
             "to begin a study of your own"
         )
-    return resolve(read_yaml(folder / CONFIG), *overlays)
+    return resolve(read_yaml(folder / CONFIG), *overlays, unknown=unknown)
 
 
 def check_at_hand(study: Study, store: Store) -> None:
     """Outside data and models of jobs that are still to be done must be at hand; UserError if not."""
     config = study.config
-    abouts = [known_tasks()[task] for task in study.task_data] + [known_priors()[config.prior.kind]]
+    abouts = [study.abouts[task] for task in study.task_data] + [known_priors()[config.prior.kind]]
     wanted = {
         about["source"]: files_of(about["source"])
         for about, job_id in zip(abouts, [*study.task_data.values(), study.prior_data], strict=True)
-        if about["source"] and not store.sentinel(job_id).exists()
+        if about["source"] and about["source"] not in config.data_sources and not store.sentinel(job_id).exists()
     }
     for source, files in wanted.items():
         check_sources(source, files, config.data_root)
+    if config.prior.kind == "harness" and importlib.util.find_spec("lm_eval") is None:
+        raise UserError("prior.kind harness: lm-evaluation-harness is not installed; run `pip install '.[harness]'`")
     for job in study.jobs.values():
         source = job.spec.get("source") if job.stage == "models" else None
         if source is None or store.sentinel(job.id).exists():
@@ -65,10 +70,19 @@ def check_at_hand(study: Study, store: Store) -> None:
             read_sources(source, files, config.data_root)
 
 
-def load_study(*overlays: dict, folder: Path = Path(".")) -> Study:
-    """Config, plan and checks in one call."""
+def load_study(*overlays: dict, folder: Path = Path("."), preview: bool = False) -> Study:
+    """Config, plan and checks in one call.
+
+    preview: nothing will be run. Settings that are null because nobody has seen them are then no error: they are
+    listed on standard error, and what such a plan needs is not looked for.
+    """
+    unknown: list[str] | None = [] if preview else None
     claims = load_claims(folder / CLAIMS) if (folder / CLAIMS).exists() else None
-    study, store = Study(load_config(*overlays, folder=folder), claims=claims), Store(folder)
+    study = Study(load_config(*overlays, folder=folder, unknown=unknown), claims=claims)
+    store = Store(folder)
+    if unknown:
+        print("A preview: a run stops at what is still null:\n  " + "\n  ".join(unknown), file=sys.stderr)
+        return study
     check_aliases(study.aliases, study.jobs.values(), store)
     check_at_hand(study, store)
     marker = store.sentinel(study.report)
@@ -89,5 +103,10 @@ def set_environment(study: Study) -> None:
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    if study.config.data_root is not None:
-        os.environ["GRAFTING_DATA_ROOT"] = str(Path(study.config.data_root).resolve())
+    config = study.config
+    if config.data_root is not None:
+        os.environ["GRAFTING_DATA_ROOT"] = str(Path(config.data_root).resolve())
+    if config.judge is not None:
+        os.environ["GRAFTING_JUDGE"] = config.judge.model_dump_json()
+    if config.evaluation.run_generated_code:
+        os.environ["GRAFTING_RUN_GENERATED_CODE"] = "1"

@@ -11,7 +11,13 @@ if TYPE_CHECKING:
     from grafting.plan.study import Study
 
 #: Where things lie on this machine, and how jobs save themselves: in no key and no result.
-LOCAL = {"data_root": True, "saving": True, "lineage": {"deployed": {"path"}, "donors": {"__all__": {"path"}}}}
+LOCAL = {
+    "data_root": True,
+    "own_tasks": True,
+    "saving": True,
+    "judge": {"endpoint", "api_key_variable", "timeout_seconds", "attempts", "pause_seconds", "parallel"},
+    "lineage": {"deployed": {"path"}, "donors": {"__all__": {"path"}}},
+}
 
 
 class Inputs:

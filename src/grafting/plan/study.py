@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from grafting.config.claims import CLAIMS, Claim, load_claims
+from grafting.config.grid import applied
 from grafting.config.schema import Config, Source
 from grafting.errors import UserError
 from grafting.plan.aliases import Aliases
@@ -17,8 +18,10 @@ from grafting.plan.code import PROJECT, own_digest, project_aliases
 from grafting.plan.jobs import Job, key_of, point_keys
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
 from grafting.plan.reporting import report_of
+from grafting.plan.scoring import files_for, scoring
 from grafting.plan.sources import files_of
-from grafting.tasks import known_priors, known_tasks
+from grafting.tasks import known_priors, tasks_of
+from grafting.tasks.harness_suites import VERSION, suite_of
 from grafting.tasks.stage import BUILDERS
 from grafting.training.objectives import OBJECTIVES
 
@@ -59,6 +62,8 @@ class Study:
         self.aliases = project_aliases() if aliases is None else aliases
         # every scale, mask and family of an update asks for its training again
         self.train = cache(self.train)
+        self.abouts = tasks_of(config.own_tasks)
+        self.scorers = {t: config.task_options.get(t, {}).get("scorer", self.abouts[t]["scorer"]) for t in config.tasks}
         with without_collection():
             self.task_data = {task: self._task(task) for task in config.tasks}
             self.prior_data = self._prior()
@@ -109,25 +114,29 @@ class Study:
 
     # ---- data and models ------------------------------------------------------------------------
     def _task(self, task: str) -> str:
-        about = known_tasks()[task]
+        about = self.abouts[task]
         sizes = self.config.task_defaults.model_dump()
         spec = {
             "builder": about["builder"],
             **sizes,
             **about["option_defaults"],
+            **about.get("spec", {}),
             **self.config.task_options.get(task, {}),
         }
         if about["builder"].startswith("tiny."):
             spec |= {"task": task, "max_tokens": self.config.lineage.architecture.context}
         if about["source"]:
-            spec["files"] = files_of(about["source"])
-        return self.add("data", task, spec, {}, self._builder(about))
+            spec["files"] = files_for(self.config, about["source"])
+        return self.add("data", task, spec, {}, self._builder(about), places=about.get("places"))
 
     def _prior(self) -> str:
         about = known_priors()[self.config.prior.kind]
-        spec = {"builder": about["builder"], **self.config.prior.model_dump(exclude={"kind"})}
+        spec = {"builder": about["builder"], **self.config.prior.model_dump(exclude={"kind", "suite", "harness"})}
+        if self.config.prior.kind == "harness":
+            suite = suite_of(self.config.prior.suite, self.config.prior.model_dump()["harness"])
+            spec |= {"suite": self.config.prior.suite, "tasks": suite, "harness_version": VERSION}
         if about["source"]:
-            spec["files"] = files_of(about["source"])
+            spec["files"] = files_for(self.config, about["source"])
         return self.add("data", f"prior.{self.config.prior.kind}", spec, {}, self._builder(about))
 
     @staticmethod
@@ -218,14 +227,16 @@ class Study:
             "threads": self.config.evaluation.threads,
         }
         for task, data in self.task_data.items():
+            judged, entry = scoring(self, [task], "rollout")
             for style in [None, *self.config.styles]:
                 shown = style is not None
                 name = f"{task}.{'shown-' + style if shown else 'plain'}.m{self.m}"
                 job = self.add(
                     "rollout",
                     name,
-                    settings | {"with_demonstration": shown, "style": style or self.config.styles[0]},
+                    settings | {"with_demonstration": shown, "style": style or self.config.styles[0]} | judged,
                     {"model": [self.models["deployed"]], "data": [data]},
+                    entry,
                 )
                 self.rollouts.append(
                     {
@@ -248,15 +259,18 @@ class Study:
                 spec[key] = getattr(learner, key)
         inputs = {"model": [model], "data": [self.task_data[task]]}
         if objective == "opsd":
-            spec["opsd"] = learner.model_dump(exclude={"lrs", "steps", "batch_size", "styles"})
+            spec["opsd"] = learner.model_dump(exclude={"lrs", "steps", "batch_size", "styles", "grid"})
             # also in a sequence the teacher is the deployed model: one frozen anew at each task knows nothing
             inputs["teacher"] = [self.models["deployed"]]
+        # SFT scores nothing: another judge leaves it as it is
+        judged, entry = scoring(self, [task] if objective != "sft" else [], "train")
+        spec = applied(spec | judged, lr, self.jobs[self.task_data[task]].spec["train_items"])
         return self.add(
             "train",
             f"{task}.{style}.{objective}.{place}.lr{lr:g}.s{seed}.m{self.m}",
             spec,
             inputs,
-            ("train", f"grafting.training.objectives.{OBJECTIVES[objective].partition(':')[0]}"),
+            (*entry, f"grafting.training.objectives.{OBJECTIVES[objective].partition(':')[0]}"),
         )
 
     def merge(self, name: str, recipe: dict, model: str, trained: str, donor: str) -> str:
@@ -299,10 +313,12 @@ class Study:
         for estimator, job_id in self.sensitivity.items():
             if estimator in estimators:
                 inputs[f"sensitivity_{estimator}"] = [job_id]
-        settings = {"split": split, **self.config.evaluation.model_dump()}
-        keys = point_keys(points, settings, inputs, self._code("evaluate"))
+        judged, entry = scoring(self, tasks, "evaluate")
+        evaluation = self.config.evaluation.model_dump(exclude={"run_generated_code"}, exclude_none=True)
+        settings = {"split": split, **evaluation, **judged}
+        keys = point_keys(points, settings, inputs, self._code(*entry))
         keyed = [{**point, "key": key} for point, key in zip(points, keys, strict=True)]
-        return self._job("evaluate", f"{split}.{name}", {**settings, "points": keyed}, inputs, ("evaluate",))
+        return self._job("evaluate", f"{split}.{name}", {**settings, "points": keyed}, inputs, entry)
 
     def _record(self, job_id: str, labels: dict, trained: list[str], point: dict | None = None) -> None:
         """Tell the report which point of which evaluation is what."""

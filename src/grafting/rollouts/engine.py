@@ -43,6 +43,7 @@ def generate(
     stop_ids: set[int],
     pad_id: int,
     temperature: float = 0.0,
+    top_p: float = 1.0,
     seeds: list[int] | None = None,
     batch_size: int,
     counter=None,
@@ -77,7 +78,7 @@ def generate(
             if not known:
                 numbers = uniforms([seeds[i] for i in chosen], max_new_tokens) if temperature != 0 else None
                 batch = [prompts[i] for i in chosen]
-                results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers)
+                results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers, top_p)
             for i, rollout in zip(chosen, results, strict=True):
                 rollouts[i] = rollout
                 if counter is not None:
@@ -98,7 +99,7 @@ def _recall(answers: list | None) -> list[Rollout] | None:
     return None if answers is None else [Rollout(**answer) for answer in answers]
 
 
-def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers) -> list[Rollout]:
+def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers, top_p=1.0) -> list[Rollout]:
     """Decode one batch; `numbers` [n, max_new_tokens] are the uniforms, None for greedy."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
@@ -121,7 +122,7 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        chosen = choose(logits, temperature, None if numbers is None else numbers[:, step])
+        chosen = choose(logits, temperature, None if numbers is None else numbers[:, step], top_p)
         for row, token in zip(rows, chosen.tolist(), strict=True):
             if not finished[row]:
                 tokens[row].append(token)

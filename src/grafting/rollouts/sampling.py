@@ -23,13 +23,19 @@ def uniforms(seeds: list[int], length: int) -> torch.Tensor:
     return torch.from_numpy(np.stack(rows))
 
 
-def choose(logits: torch.Tensor, temperature: float, uniform: torch.Tensor | None) -> torch.Tensor:
+def choose(logits: torch.Tensor, temperature: float, uniform: torch.Tensor | None, top_p: float = 1.0) -> torch.Tensor:
     """Next tokens [n] from logits [n, V]; greedy at temperature 0, else by `uniform` [n].
 
-    The softmax is taken in float32 and summed up in float64. A token of probability 0 is never chosen.
+    The softmax is taken in float32 and summed up in float64. A token of probability 0 is never chosen. top_p below
+    1: only the fewest tokens whose probabilities reach it (nucleus sampling, Holtzman et al. 2020).
     """
     if temperature == 0:
         return logits.argmax(-1)
-    cumulative = torch.softmax(logits.float() / temperature, -1).double().cumsum(-1)
+    probabilities = torch.softmax(logits.float() / temperature, -1).double()
+    if top_p < 1:
+        ordered, places = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered
+        probabilities = torch.zeros_like(ordered).scatter(-1, places, ordered.masked_fill(before >= top_p, 0.0))
+    cumulative = probabilities.cumsum(-1)
     threshold = uniform[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

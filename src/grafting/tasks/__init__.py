@@ -13,9 +13,10 @@ __all__ = [
     "known_tasks",
     "load_examples",
     "load_info",
+    "tasks_of",
 ]
 
-_LAZY = {"known_tasks": "registry", "known_priors": "registry", "check_sources": "sources"}
+_LAZY = {"known_tasks": "registry", "known_priors": "registry", "tasks_of": "registry", "check_sources": "sources"}
 
 
 def __getattr__(name: str):

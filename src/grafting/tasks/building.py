@@ -75,10 +75,38 @@ def take_options(spec: Mapping, required: Mapping[str, type], optional: Mapping[
     return {**optional, **{name: value for name, value in spec.items() if name != "builder"}}
 
 
+def check_hygiene(info: Mapping, splits: Mapping[str, list[dict]]) -> None:
+    """UserError naming the examples: an empty field, an answer that is no option, one prompt in two splits.
+
+    Only a recall task may test what it trains, and even its val and test are apart.
+    """
+    recall = info.get("kind") == "recall"
+    seen: dict[str, tuple[str, str]] = {}
+    for split, examples in splits.items():
+        for example in examples:
+            where = f"data {info['name']}, split {split}, example {example['id']}"
+            if not example["messages"] or not all(str(m.get("content", "")).strip() for m in example["messages"]):
+                raise UserError(f"{where}: a message is empty; mend or leave out the item")
+            if not example["answer"]:
+                raise UserError(f"{where}: the answer is empty; mend or leave out the item")
+            if "options" in example and example["answer"] not in example["options"]:
+                raise UserError(f"{where}: the answer {example['answer']!r} is none of {example['options']}")
+            if recall and split == "train":
+                continue
+            content = content_id(example["messages"])
+            other = seen.setdefault(content, (split, example["id"]))
+            if other[0] != split:
+                raise UserError(
+                    f"{where}: the same prompt is in split {other[0]} (example {other[1]}); "
+                    "leave out one of them, or split by what makes items equal"
+                )
+
+
 def write_folder(out: Path, info: dict, splits: Mapping[str, list[dict]]) -> None:
     """Write info.json (with counts) and one JSON-lines file per split; equal input gives equal bytes."""
     counts = {name: len(examples) for name, examples in splits.items()}
     info = {**info, "counts": {**counts, **info.get("counts", {})}}
+    check_hygiene(info, splits)
     for name, examples in splits.items():
         if not examples:
             raise UserError(f"data {info['name']}: split {name!r} would be empty; ask for more items")

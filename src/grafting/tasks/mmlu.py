@@ -3,6 +3,7 @@
 import csv
 import io
 import zipfile
+from collections import Counter
 
 from grafting.errors import UserError
 from grafting.tasks.building import cut, make_example, take_options, write_folder
@@ -38,19 +39,27 @@ def _rows(name: str, data: bytes):
             yield where, subject, row
 
 
-def build(spec: dict, out) -> None:
-    """Val, test and retention: samples by content hash, disjoint, in all as many items as asked for."""
-    sizes = {"val_items": int, "test_items": int, "retention_items": int}
-    options = take_options(spec, {**sizes, "seed": int, "files": list})
-    examples, read = {}, 0
-    for name, data in sorted(read_sources(FOLDER, options["files"]).items()):
+def examples_of(files: list[dict], count: Counter | None = None) -> dict[str, dict]:
+    """Prompt -> example of every distinct item in the files; count["read"] tells how many were read."""
+    examples = {}
+    for name, data in sorted(read_sources(FOLDER, files).items()):
         for _, subject, (question, *choices, answer) in _rows(name, data):
-            read += 1
+            if count is not None:
+                count["read"] += 1
             lines = "\n".join(f"{letter}: {text}" for letter, text in zip(LETTERS, choices, strict=True))
             content = PROMPT.format(question=question.strip(), options=lines)
             messages = [{"role": "user", "content": content}]
             example = make_example("mmlu", messages, answer, {"reference": answer}, options=LETTERS, subject=subject)
             examples.setdefault(content, example)
+    return examples
+
+
+def build(spec: dict, out) -> None:
+    """Val, test and retention: samples by content hash, disjoint, in all as many items as asked for."""
+    sizes = {"val_items": int, "test_items": int, "retention_items": int}
+    options, count = take_options(spec, {**sizes, "seed": int, "files": list}), Counter()
+    examples = examples_of(options["files"], count)
+    read = count["read"]
     wanted = {name: options[f"{name}_items"] for name in ("val", "test", "retention")}
     splits = cut(list(examples.values()), wanted, options["seed"], "prior mmlu")
     info = {

@@ -39,8 +39,19 @@ def check_sources(folder: str, files: list[dict], data_root: str | Path | None =
 
 
 def read_sources(folder: str, files: list[dict], data_root: str | Path | None = None) -> dict[str, bytes]:
-    """Name -> bytes of each file, SHA-256 verified. UserError as in `check_sources`, and on a wrong hash."""
+    """Name -> bytes of each file, SHA-256 verified. UserError as in `check_sources`, and on a wrong hash.
+
+    Files that name a Hub data set ("hub", "revision", "path") come from there; the revision pins their bytes.
+    """
     contents = {}
+    remote = [file for file in files if "hub" in file]
+    for file in remote:
+        from grafting import hub
+
+        contents[file["name"]] = hub.file(file["hub"], file["revision"], file["path"]).read_bytes()
+    files = [file for file in files if "hub" not in file]
+    if remote and not files:
+        return contents
     for file, path in zip(files, check_sources(folder, files, data_root), strict=True):
         data = path.read_bytes()
         found = hashlib.sha256(data).hexdigest()

@@ -166,7 +166,11 @@ class _Costs:
 
     def _cost(self, key: str) -> Mapping[str, float]:
         if key not in self._known:
-            self._known[key] = self._job.sidecar("train", key)["cost"]
+            try:
+                record = self._job.sidecar("train", key)
+            except UserError:  # rollouts that were made for training
+                record = self._job.sidecar("rollout", key)
+            self._known[key] = record["cost"]
         return self._known[key]
 
 

@@ -9,16 +9,16 @@ from grafting.config.schema import Config, Source
 from grafting.errors import UserError
 from grafting.plan.code import code_digest
 from grafting.plan.jobs import Job, key_of
+from grafting.plan.learning import Learning
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
 from grafting.plan.reporting import report_of
 from grafting.plan.sources import files_of
 from grafting.provenance.files import digest
 from grafting.tasks import known_priors, known_tasks
 from grafting.tasks.stage import BUILDERS
-from grafting.training.objectives import OBJECTIVES
 
 
-class Study:
+class Study(Learning):
     """All jobs of one configuration. `jobs` maps ids to jobs in an order in which they could run."""
 
     def __init__(self, config: Config) -> None:
@@ -28,6 +28,8 @@ class Study:
         self.evaluations: list[dict] = []
         self.selections: list[dict] = []
         self.rollouts: list[dict] = []
+        self._behind: dict[str, list[str]] = {}
+        self._made: dict[tuple, list[str]] = {}
         self.task_data = {task: self._task(task) for task in config.tasks}
         self.prior_data = self._prior()
         for model_seed in config.model_seeds:
@@ -169,7 +171,8 @@ class Study:
             "threads": self.config.evaluation.threads,
         }
         for task, data in self.task_data.items():
-            for style in [None, *self.config.styles]:
+            # what a model makes itself is shown to nobody: it has no demonstrations on validation data
+            for style in [None, *(s for s in self.config.styles if s not in self.config.self_improvement)]:
                 shown = style is not None
                 name = f"{task}.{'shown-' + style if shown else 'plain'}.m{self.m}"
                 job = self.add(
@@ -188,28 +191,7 @@ class Study:
                     }
                 )
 
-    # ---- training and merging, used by the protocols --------------------------------------------
-    def train(self, objective: str, task: str, style: str, lr: float, seed: int, model: str, place: str) -> str:
-        """A training job from `model`; `place` is the readable name of where it starts."""
-        training = self.config.training.model_dump(mode="json")
-        learner = getattr(self.config.learners, objective)
-        spec = {**training, "objective": objective, "style": style, "lr": lr, "seed": seed}
-        for key in ("steps", "batch_size"):
-            if getattr(learner, key, None) is not None:
-                spec[key] = getattr(learner, key)
-        inputs = {"model": [model], "data": [self.task_data[task]]}
-        if objective == "opsd":
-            spec["opsd"] = learner.model_dump(exclude={"lrs", "steps", "batch_size", "styles"})
-            # also in a sequence the teacher is the deployed model: one frozen anew at each task knows nothing
-            inputs["teacher"] = [self.models["deployed"]]
-        return self.add(
-            "train",
-            f"{task}.{style}.{objective}.{place}.lr{lr:g}.s{seed}.m{self.m}",
-            spec,
-            inputs,
-            ("train", f"grafting.training.objectives.{OBJECTIVES[objective].partition(':')[0]}"),
-        )
-
+    # ---- merging, used by the protocols ---------------------------------------------------------
     def merge(self, name: str, recipe: dict, model: str, trained: str, donor: str) -> str:
         """A merge job: the graft of one update onto `model`, written out."""
         return self.add("merge", name, {"recipe": recipe}, {"model": [model], "trained": [trained], "donor": [donor]})

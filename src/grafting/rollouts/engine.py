@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from grafting.errors import UserError
-from grafting.rollouts.sampling import choose, uniforms
+from grafting.rollouts.sampling import choose, details, uniforms
 
 # Finished rows are removed from the batch once they are this share of it: each removal copies the cache.
 DROP_SHARE = 0.25
@@ -17,10 +17,19 @@ DROP_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Rollout:
-    """A sampled response: token ids, with the stop token if one was reached, and why it ended."""
+    """A sampled response: token ids, with the stop token if one was reached, and why it ended.
+
+    On request per token: its log-probability under the sampler (at its temperature), and the margin by which it was
+    chosen, in probability (see `sampling.details`).
+    """
 
     tokens: list[int]
     finish: str  # "stop" | "length"
+    logprobs: list[float] | None = None
+    margins: list[float] | None = None
+
+
+BACKENDS = ("native", "continuous")
 
 
 def check_room(model, prompt_length: int, response_length: int, what: str) -> None:
@@ -47,21 +56,33 @@ def generate(
     batch_size: int,
     counter=None,
     progress: Callable[[int], object] | None = None,
+    detail: bool = False,
+    backend: str = "native",
 ) -> list[Rollout]:
     """One response per prompt, in the order of the prompts.
 
     Greedy at temperature 0, else sampled with one seed per prompt (see `sampling`). Prompts are batched by
     length and padded on the left; padding does not change logits beyond rounding. `counter.add(
     tokens_generated=, tokens_forwarded=)` receives what was computed, padding and finished rows not counted;
-    `progress(n)` is told when n more prompts are answered.
-    UserError: empty prompt, prompt and response longer than the context.
+    `progress(n)` is told when n more prompts are answered. `detail`: with log-probabilities and margins.
+    backend: "native" (this module) or "continuous" (see `continuous`); both choose the same tokens, but where two
+    tokens are nearly tied rounding decides.
+    UserError: empty prompt, prompt and response longer than the context, unknown backend.
     """
+    if backend not in BACKENDS:
+        raise UserError(f"backend: {backend!r} is not known; choose one of {', '.join(BACKENDS)}")
     if temperature != 0 and (seeds is None or len(seeds) != len(prompts)):
         raise ValueError("sampling needs one seed per prompt")
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {i} is empty; check the chat template and the example's messages")
         check_room(model, len(prompt), max_new_tokens, f"prompt {i}")
+    if backend == "continuous":
+        from grafting.rollouts.continuous import decode
+
+        return decode(
+            model, prompts, max_new_tokens, stop_ids, pad_id, temperature, seeds, batch_size, counter, progress, detail
+        )
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     rollouts: list[Rollout | None] = [None] * len(prompts)
     was_training = model.training
@@ -71,7 +92,7 @@ def generate(
             chosen = order[start : start + batch_size]
             numbers = uniforms([seeds[i] for i in chosen], max_new_tokens) if temperature != 0 else None
             batch = [prompts[i] for i in chosen]
-            results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter)
+            results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter, detail)
             for i, rollout in zip(chosen, results, strict=True):
                 rollouts[i] = rollout
             if progress is not None:
@@ -81,7 +102,7 @@ def generate(
     return rollouts
 
 
-def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter) -> list[Rollout]:
+def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers, counter, detail) -> list[Rollout]:
     """Decode one batch; `numbers` [n, max_new_tokens] are the uniforms, None for greedy."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
@@ -92,6 +113,8 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
     numbers = None if numbers is None else numbers.to(device)
     cache = DynamicCache(config=model.config)
     tokens: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    margins: list[list[float]] = [[] for _ in prompts]
     finished = [False] * len(prompts)
     rows = list(range(len(prompts)))  # the prompt that each row of the batch belongs to
     forwarded = sum(map(len, prompts))
@@ -105,7 +128,16 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        chosen = choose(logits, temperature, None if numbers is None else numbers[:, step])
+        number = None if numbers is None else numbers[:, step]
+        chosen = choose(logits, temperature, number)
+        if detail:
+            noted = zip(
+                rows, *(values.tolist() for values in details(logits, temperature, number, chosen)), strict=True
+            )
+            for row, logprob, margin in noted:
+                if not finished[row]:
+                    logprobs[row].append(logprob)
+                    margins[row].append(margin)
         for row, token in zip(rows, chosen.tolist(), strict=True):
             if not finished[row]:
                 tokens[row].append(token)
@@ -124,4 +156,7 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
             rows = [rows[k] for k in keep]
     if counter is not None:
         counter.add(tokens_generated=sum(map(len, tokens)), tokens_forwarded=forwarded)
-    return [Rollout(t, "stop" if f else "length") for t, f in zip(tokens, finished, strict=True)]
+    return [
+        Rollout(t, "stop" if f else "length", *((p, m) if detail else (None, None)))
+        for t, f, p, m in zip(tokens, finished, logprobs, margins, strict=True)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import asdict
 
 import torch
 
@@ -38,6 +39,17 @@ class Teacher:
         """Follow the student after an optimiser step, if the teacher is one that follows."""
         if self.kind == "ema":
             torch._foreach_lerp_(list(self.model.parameters()), list(student.parameters()), self.rate)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """What of it is not there at the start of training: the weights of an ema teacher."""
+        return dict(self.model.named_parameters()) if self.kind == "ema" else {}
+
+    @torch.no_grad()
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Undo `state`."""
+        for name, parameter in self.model.named_parameters():
+            if name in tensors:
+                parameter.copy_(tensors[name])
 
 
 class Guard:
@@ -88,3 +100,11 @@ class Guard:
             setup.job.say(f"warning: {message}")
         self.lowest = value if self.lowest is None else min(self.lowest, value)
         return value
+
+    def state(self) -> dict:
+        """What it has found and used so far, as JSON."""
+        return {"lowest": self.lowest, "counter": asdict(self.counter)}
+
+    def restore(self, facts: dict) -> None:
+        """Undo `state`."""
+        self.lowest, self.counter = facts["lowest"], Counter(**facts["counter"])

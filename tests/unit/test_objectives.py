@@ -295,7 +295,11 @@ def test_a_batch_without_signal_is_a_step_without_signal(start, data, prior, tmp
         assert job.cost["tokens_generated"] > 0 and job.cost["tokens_backpropagated"] == 0
 
 
-def test_grpo_learns_what_the_verifier_wants(start, data, prior, tmp_path, lenient):
+def test_grpo_learns_what_the_verifier_wants(start, data, prior, tmp_path, monkeypatch):
+    def odd(text, example, options):
+        return example["answer"] if len(text.split()) % 2 else "no"
+
+    monkeypatch.setitem(scorers.SCORERS, "tokens", odd)
     spec = case("grpo", **GRPO | {"samples": 6}) | {"steps": 40, "batch_size": 48, "lr": 2e-2}
     _, records = trained(tmp_path / "out", spec, start, data, prior)
     first, last = (sum(r["reward"] for r in part) / 5 for part in (records[:5], records[-5:]))

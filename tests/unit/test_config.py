@@ -50,6 +50,40 @@ def test_presets_are_legal_overlays(preset):
         ({"tasks": ["wugg"]}, "did you mean wug?"),
         ({"tasks": ["science"]}, "lineage.kind"),
         ({"learners": {"sdpo2": {}}}, "learners.sdpo2"),
+        ({"learners": {"opds": {"lrs": [1e-4]}}}, "did you mean opsd?"),
+        ({"learners": {"dft": {}}}, "learners.dft.lrs: this key is missing"),
+        ({"learners": {"mine": {"objective": "dft", "lrs": [0]}}}, "learners.mine.lrs"),
+        ({"learners": {"sft_kl": {"lrs": [1e-4], "coeficient": 1}}}, "did you mean learners.sft_kl.coefficient?"),
+        ({"learners": {"graft": {"objective": "dft", "lrs": [1e-4]}}}, "learners.graft: this name"),
+        ({"learners": {"dft": {"lrs": [1e-4], "styles": ["nosuch"]}}}, "learners.dft.styles"),
+        ({"learners": {"b": {"objective": "opsd", "max_new_tokens": 64}}}, "learners.b.max_new_tokens"),
+        ({"learners": {"opsd": {"vocabulary": "top_k"}}}, "top_k go together"),
+        ({"learners": {"opsd": {"vocabulary": "sampled_token"}}}, "divergence: reverse_kl"),
+        ({"learners": {"opsd": {"rounds": 2, "teacher": "ema"}}}, "rounds start from the saved model"),
+        ({"learners": {"opsd": {"rollouts_per_prompt": 2}}}, "rollouts_per_prompt belongs to rounds"),
+        ({"training": {"lora": {"rank": 0, "alpha": 1}}}, "training.lora.rank"),
+        (
+            {
+                "self_improvement": {
+                    "own": {"method": "star", "samples": 1, "temperature": 1.0, "max_new_tokens": 9, "lr": 1e-4}
+                }
+            },
+            "self_improvement.own",
+        ),
+        (
+            {
+                "self_improvement": {
+                    "p": {
+                        "method": "pedagogical",
+                        "teacher": "sft",
+                        "samples": 1,
+                        "temperature": 1.0,
+                        "max_new_tokens": 9,
+                    }
+                }
+            },
+            "self_improvement.p.teacher",
+        ),
         ({"graft": {"donors": ["p61"]}}, "p61"),
         ({"preset": "../escape"}, "preset"),
         ({"task_options": {"wug": {"val_itemz": 3}}}, "did you mean val_items?"),
@@ -74,6 +108,31 @@ def test_fault_names_the_key(overlay, named):
     with pytest.raises(UserError) as caught:
         with_(**overlay)
     assert named in str(caught.value)
+
+
+def test_a_further_opsd_takes_what_it_does_not_say_from_the_main_one():
+    config = with_(learners={"opsd_jsd": {"objective": "opsd", "divergence": "jsd"}, "dft": {"lrs": [1e-4]}})
+    main, other = config.learners.opsd, config.learners.controls["opsd_jsd"]
+    assert other.options() == main.options() | {"divergence": "jsd"} and other.lrs == main.lrs
+    assert set(config.learners.controls) == {"opsd_jsd", "dft"}
+    assert with_(learners={"dft": None}).learners.controls == {}
+
+
+def test_options_that_are_not_used_enter_no_spec():
+    """Else an option that is added would make every job anew."""
+    assert resolve(DEFAULT).learners.opsd.options() == {
+        "divergence": "forward_kl",
+        "beta": 0.5,
+        "teacher": "frozen",
+        "ema_rate": 0.02,
+        "temperature": 1.0,
+        "max_new_tokens": 9,
+        "skip_tokens": 0,
+        "guard": {"threshold": 0.5, "action": "warn", "every": 20},
+    }
+    assert with_(learners={"opsd": {"hint_share": 0.5}}).learners.opsd.options()["hint_share"] == 0.5
+    assert not {"lora", "gradient_checkpointing"} & set(resolve(DEFAULT).training.spec())
+    assert with_(training={"gradient_checkpointing": True}).training.spec()["gradient_checkpointing"] is True
 
 
 def test_numbers_given_as_strings_are_numbers():

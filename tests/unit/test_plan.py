@@ -63,6 +63,84 @@ def test_opsd_learning_rate_moves_opsd_only(default):
     assert not any(i.startswith(("data/", "models/", "rollout/", "sensitivity/")) for i in fresh)
 
 
+def test_a_control_adds_its_own_jobs_only(default):
+    more = study(learners={"dft": {"lrs": [1e-4, 2e-4]}})
+    assert not (set(default.jobs) - set(more.jobs)) - {default.report}
+    fresh = [more.jobs[i] for i in set(more.jobs) - set(default.jobs) if i.startswith("train/")]
+    assert len(fresh) == 2 * 3 * 3  # learning rates, seeds, tasks; the first style only
+    assert all(job.spec["objective"] == "dft" and "dft" not in job.spec for job in fresh)
+    assert [f["family"] for f in more.selections if f["family"] == "dft"] == ["dft"] * 3
+    assert {job.entry[1] for job in fresh} == {"grafting.training.objectives.weighted"}
+
+
+def test_controls_get_the_inputs_they_need():
+    rolling = {"lrs": [1e-4], "temperature": 1.0, "max_new_tokens": 9}
+    s = study(learners={"replay": {**rolling, "share": 0.5}, "dft": {"lrs": [1e-4]}}, tasks=["zup"], seeds=[0])
+    roles = {job.spec["objective"]: set(job.inputs) for job in s.jobs.values() if job.stage == "train"}
+    assert roles["replay"] == {"model", "data", "teacher", "prior"}
+    assert roles["dft"] == roles["sft"] == {"model", "data"} and roles["opsd"] == {"model", "data", "teacher"}
+
+
+def test_rounds_alternate_rollouts_and_training():
+    name = "opsd_rounds"
+    learners = {name: {"objective": "opsd", "rounds": 4, "rollouts_per_prompt": 5}}
+    s = study(learners=learners, tasks=["zup"], seeds=[0])
+    jobs = [job for job in s.jobs.values() if f".{name}." in job.name and job.stage in ("rollout", "train")]
+    assert [job.stage for job in jobs] == ["rollout", "train"] * 4
+    for rolled, trained in zip(jobs[::2], jobs[1::2]):
+        assert trained.inputs["rollouts"] == [rolled.id] and trained.inputs["model"] == rolled.inputs["model"]
+        assert trained.spec["steps"] == 20 and "rounds" not in trained.spec["opsd"]
+    assert jobs[2].inputs["model"] == [jobs[1].id] and jobs[0].inputs["model"] == [s.models["deployed"]]
+    assert [job.spec["first_sample"] for job in jobs[::2]] == [0, 5, 10, 15]
+    (selection,) = [job for job in s.jobs.values() if job.stage == "select" and f".{name}." in job.name]
+    (candidate,) = selection.spec["candidates"]
+    # the cost of the candidate is that of all rounds with their rollouts
+    assert candidate["label"]["trained"]["0"] == [[job.key for job in jobs]]
+    with pytest.raises(UserError, match="steps 80 is no multiple of rounds 3"):
+        study(learners={name: {"objective": "opsd", "rounds": 3}})
+
+
+def test_models_make_their_own_demonstrations():
+    way = {"samples": 2, "temperature": 1.0, "max_new_tokens": 9}
+    teacher = {
+        "objective": "grpo",
+        "lrs": [1e-4],
+        "samples": 4,
+        "temperature": 1.0,
+        "max_new_tokens": 9,
+        "privileged": True,
+    }
+    s = study(
+        tasks=["zup"],
+        seeds=[0],
+        styles=["own", "star", "pedagogical"],
+        learners={
+            "teacher": teacher,
+            "gated_sft": {"lrs": [1e-4], "threshold": 4, "width": 1, "styles": ["pedagogical"]},
+        },
+        self_improvement={
+            "star": {**way, "method": "star", "rounds": 2, "lr": 1e-4},
+            "pedagogical": {**way, "method": "pedagogical", "teacher": "teacher"},
+        },
+    )
+    made = {job.id: job for job in s.jobs.values() if job.spec.get("kind") == "star"}
+    first, second, traces = made.values()
+    (between,) = [s.jobs[ref] for ref in second.inputs["model"]]
+    assert between.inputs == {"model": [s.models["deployed"]], "data": [first.id]} and between.spec["style"] == "star"
+    assert first.inputs["model"] == [s.models["deployed"]] and traces.spec["with_demonstration"] is True
+    (rl,) = [s.jobs[ref] for ref in traces.inputs["model"]]
+    assert rl.spec["grpo"]["privileged"] is True
+    # sft, opsd and the grafts' donors all learn from the last round; the teacher is no row of its own
+    learned = [job for job in s.jobs.values() if job.stage == "train" and job.inputs["data"] == [second.id]]
+    assert {job.spec["objective"] for job in learned} == {"sft", "opsd"}
+    assert {key for job in learned for key in job.inputs["model"]} >= {s.models["deployed"], s.models["base"]}
+    assert "teacher" not in {f["family"] for f in s.selections}
+    gated = [f for f in s.selections if f["family"] == "gated_sft"]
+    assert [f["style"] for f in gated] == ["pedagogical"]
+    (selection,) = [job for job in s.jobs.values() if job.id == gated[0]["selection"]]
+    assert len(selection.spec["candidates"][0]["label"]["trained"]["0"][0]) == 3  # teacher, traces, the learner
+
+
 def test_new_scale_touches_sweeps_and_selections_only(default):
     new = new_jobs(default, study(graft={"scales": [0.6, 0.7, 0.8, 1.0, 1.3]}))
     assert set(new) == {"evaluate", "select", "merge", "report"}

@@ -301,7 +301,7 @@ def test_cost_counts_tokens_and_flops(model):
 
 
 def test_unknown_objective(model, tokenizer, data):
-    with pytest.raises(UserError, match="objective 'sfd' is not known; choose one of sft, opsd"):
+    with pytest.raises(UserError, match="objective 'sfd' is not known; choose one of sft, dft, "):
         objective_for(Job(None, SFT | {"objective": "sfd"}), model, tokenizer, data)
 
 

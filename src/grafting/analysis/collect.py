@@ -198,9 +198,15 @@ class _Reader:
         if keys not in self._sums:
             for key in keys:
                 if key not in self._study.trained:
-                    self._study.trained[key] = self._job.sidecar("train", key)
+                    self._study.trained[key] = self._record(key)
             self._sums[keys] = self._study.cost(keys)
         return self._sums[keys]
+
+    def _record(self, key: Key) -> dict[str, Any]:
+        try:
+            return self._job.sidecar("train", key)
+        except UserError:  # rollouts that were made for training
+            return self._job.sidecar("rollout", key)
 
     def point(self, folder: Path, key: str, split: str, labels: Mapping[str, Any], trained: Sequence[str]) -> Point:
         path = folder / f"{key}.json"

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from grafting.config.learners import SECTIONS, Learners
 from grafting.config.schema import Config, TaskDefaults
 from grafting.errors import UserError
 
@@ -74,8 +75,9 @@ def _sections(annotation: Any) -> list[type[BaseModel]]:
     return [section for argument in get_args(annotation) for section in _sections(argument)]
 
 
-def _nearest(path: tuple, key: str) -> str:
-    known = [name for model in _models_at(path) for name in model.model_fields]
+def _nearest(path: tuple, key: str, tags: dict[tuple, str]) -> str:
+    models = [SECTIONS[tags[path]]] if tags.get(path) in SECTIONS else _models_at(path)
+    known = [name for model in models for name in model.model_fields]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if close:
         return f"did you mean {'.'.join([*map(str, path), close[0]])}?"
@@ -83,13 +85,16 @@ def _nearest(path: tuple, key: str) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    lines = []
+    lines, tags = [], {}
     for item in error.errors():
         # the tag of a discriminated union is no key of the file
         path = tuple(part for part in item["loc"] if part not in ("scratch", "pretrained"))
+        if path[:1] == ("learners",) and len(path) > 2 and path[1] not in Learners.model_fields:
+            tags[path[:2]] = path[2]
+            path = path[:2] + path[3:]
         where = ".".join(map(str, path)) or "the configuration"
         if item["type"] == "extra_forbidden":
-            lines.append(f"{where}: unknown key; {_nearest(path[:-1], str(path[-1]))}")
+            lines.append(f"{where}: unknown key; {_nearest(path[:-1], str(path[-1]), tags)}")
         elif item["type"] == "missing":
             lines.append(f"{where}: this key is missing")
         else:
@@ -160,6 +165,10 @@ def _check_tasks(config: Config) -> None:
                 "off; set it to true if you accept that"
             )
         for style in config.styles:
+            if style in config.self_improvement:
+                if style in tasks[name]["styles"]:
+                    raise UserError(f"self_improvement.{style}: task {name} has demonstrations of this name already")
+                continue
             if style not in tasks[name]["styles"]:
                 raise UserError(
                     f"styles: task {name} has no demonstrations in the style {style!r}; "

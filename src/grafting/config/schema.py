@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from grafting.config.base import Decay, Distinct, Fraction, Name, Natural, Positive, Rate, Scale, Section, Seed
 from grafting.config.data import DataSource, Judge, Prior, Samples
 from grafting.config.grid import Gridded
+from grafting.config.learners import Learners, SelfImprovement
 
 
 class Architecture(Section):
@@ -124,6 +125,14 @@ class TaskDefaults(Section):
     seed: int
 
 
+class Lora(Section):
+    """Low-rank matrices in place of full fine-tuning."""
+
+    rank: Positive
+    alpha: Rate
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
 class Training(Section):
     """What all learners share."""
 
@@ -138,59 +147,19 @@ class Training(Section):
     clip_norm: Rate
     precision: Literal["float32", "bfloat16"]
     threads: Positive
+    gradient_checkpointing: bool = False
+    lora: Lora | None = None
+
+    def spec(self) -> dict[str, Any]:
+        """What of it enters a job's spec: all, but not what is switched off, so that keys stay."""
+        dump = self.model_dump(mode="json")
+        return {key: value for key, value in dump.items() if key not in ("gradient_checkpointing", "lora") or value}
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Training:
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size} exceeds batch_size {self.batch_size}")
         return self
-
-
-class Sft(Section, Gridded):
-    """Supervised fine-tuning."""
-
-    lrs: Annotated[list[Rate], Field(min_length=1), Distinct]
-    steps: Positive | None = None
-
-
-class Guard(Section):
-    """What happens when the teacher no longer knows the answer it is shown."""
-
-    threshold: Fraction
-    action: Literal["warn", "stop"]
-    every: Positive
-
-
-class Opsd(Section, Gridded):
-    """On-policy self-distillation."""
-
-    lrs: Annotated[list[Rate], Field(min_length=1), Distinct]
-    steps: Positive | None = None
-    batch_size: Positive | None = None
-    styles: Annotated[list[Name], Field(min_length=1)] | None = None
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"]
-    beta: Fraction = 0.5
-    teacher: Literal["frozen", "ema", "live"]
-    ema_rate: Fraction
-    temperature: Rate
-    max_new_tokens: Positive
-    skip_tokens: Natural
-    guard: Guard
-
-    @model_validator(mode="after")
-    def _beta_is_inside(self) -> Opsd:
-        if self.skip_tokens >= self.max_new_tokens:
-            raise ValueError(f"skip_tokens {self.skip_tokens} leaves nothing of max_new_tokens {self.max_new_tokens}")
-        if self.divergence == "jsd" and not 0 < self.beta < 1:
-            raise ValueError(f"jsd needs beta between 0 and 1, given {self.beta}; use forward_kl or reverse_kl")
-        return self
-
-
-class Learners(Section):
-    """The learners that are compared."""
-
-    sft: Sft
-    opsd: Opsd | None = None
 
 
 class MaskCandidate(Section):
@@ -297,6 +266,7 @@ class Config(Section):
     prior: Prior
     training: Training
     learners: Learners
+    self_improvement: dict[Name, SelfImprovement] = {}
     graft: Graft
     protocols: Annotated[list[Literal["single", "sequential", "parallel"]], Field(min_length=1)]
     sequential: Sequential
@@ -338,8 +308,22 @@ class Config(Section):
         for style in (opsd.styles or []) if opsd else []:
             if style not in self.styles:
                 raise ValueError(f"learners.opsd.styles: {style!r} is not in styles; to leave OPSD out say opsd: null")
+        for name, way in self.self_improvement.items():
+            if way.method == "pedagogical":
+                teacher = self.learners.controls.get(way.teacher)
+                if teacher is None or teacher.objective != "grpo" or not teacher.privileged:
+                    raise ValueError(
+                        f"self_improvement.{name}.teacher: {way.teacher!r} must be a learner of objective grpo that is "
+                        "privileged: true"
+                    )
+        for name, learner in self.learners.controls.items():
+            for style in learner.styles or []:
+                if style not in self.styles:
+                    raise ValueError(f"learners.{name}.styles: {style!r} is not in styles")
         if self.lineage.kind == "scratch":
             limits = {"evaluation": self.evaluation, "rollout": self.rollout, "learners.opsd": opsd}
+            controls = self.learners.controls.items()
+            limits |= {f"learners.{name}": c for name, c in controls if hasattr(c, "max_new_tokens")}
             for key, section in limits.items():
                 if section is not None and section.max_new_tokens >= self.lineage.architecture.context:
                     raise ValueError(

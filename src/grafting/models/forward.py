@@ -32,9 +32,16 @@ def completion_logits(model, input_ids, positions):
     The hidden states follow the autocast around the call; the head runs in its own precision. Differentiable.
     UserError: see `check_head`.
     """
+    check_head(model)
+    # a sharded model gathers its weights around methods that it knows (see training/parallel.py)
+    sharded = getattr(model, "sharded_logits", None)
+    return logits_at(model, input_ids, positions) if sharded is None else sharded(input_ids, positions)
+
+
+def logits_at(model, input_ids, positions):
+    """`completion_logits` without its checks."""
     import torch
 
-    check_head(model)
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
     head = model.get_output_embeddings()
     with torch.autocast(hidden.device.type, enabled=False):

@@ -149,6 +149,17 @@ def _single(study: Study, style: str, task: str) -> list[Family]:
         for lr in opsd.lrs:
             update("opsd", "deployed", lr, [(1.0, None), *((scale, None) for scale in graft.control_scales)])
 
+    # who only makes data for others is no row of its own
+    teachers = {getattr(way, "teacher", None) for way in config.self_improvement.values()}
+    controls = {
+        name: learner
+        for name, learner in config.learners.controls.items()
+        if style in (learner.styles or config.styles[:1]) and name not in teachers
+    }
+    for name, learner in controls.items():
+        for lr in learner.lrs:
+            update(name, "deployed", lr, [(1.0, None)])
+
     def among(test: Callable[[dict], bool]) -> list[Candidate]:
         return [candidate for candidate in found if test(candidate.label)]
 
@@ -189,6 +200,7 @@ def _single(study: Study, style: str, task: str) -> list[Family]:
                 ("graft_masked", among(lambda c: is_graft(c) and c["mask"] != "none")),
                 ("graft_random", among(is_random)),
             ]
+    rows += [(name, among(lambda c, name=name: c["method"] == name)) for name in controls]
     return _families(rows, "single", style, task, [task], main)
 
 
@@ -216,7 +228,7 @@ def _single_candidate(
         "single",
         label,
         stages_of=lambda seed: [(_recipe("graft", scale, mask), [(trained(seed), start)])],
-        trained_of=lambda seed: [[trained(seed)]],
+        trained_of=lambda seed: [study.behind(trained(seed))],
     )
 
 
@@ -234,7 +246,7 @@ def sequential_families(study: Study) -> list[Family]:
             for task in tasks:
                 trained = study.train(method, task, style, lr, seed, current, place)
                 place = f"{task}~{place}" if place != "deployed" else f"{task}~l{scale:g}"
-                behind.append([*(behind[-1] if behind else []), trained])
+                behind.append([*(behind[-1] if behind else []), *study.behind(trained)])
                 if scale != 1:
                     trained = study.merge(
                         f"{place}.{style}.{method}.lr{lr:g}.s{seed}.m{study.m}",
@@ -340,7 +352,7 @@ def parallel_families(study: Study) -> list[Family]:
             "parallel",
             label,
             stages_of=lambda seed: [(_recipe(operator, scale, density=density), terms(seed))],
-            trained_of=lambda seed: [[t for t, _ in terms(seed)]],
+            trained_of=lambda seed: [[job for t, _ in terms(seed) for job in study.behind(t)]],
         )
 
     groups: dict[str, list[Candidate]] = {"sft": [], "opsd": [], "opsd_scaled": [], "graft": []}

@@ -11,7 +11,7 @@ from grafting.tasks.judge import deciding
 from grafting.tasks.scorers import module_of
 
 if TYPE_CHECKING:
-    from grafting.plan.study import Study
+    from grafting.plan.learning import Learning
 
 
 def files_for(config: Config, source: str) -> list[dict]:
@@ -25,7 +25,7 @@ def files_for(config: Config, source: str) -> list[dict]:
     ]
 
 
-def scoring(study: Study, tasks: Iterable[str], stage: str) -> tuple[dict, tuple[str, ...]]:
+def scoring(study: Learning, tasks: Iterable[str], stage: str) -> tuple[dict, tuple[str, ...]]:
     """What scoring these tasks adds to a spec (the judge), and the entry for its code digest."""
     names = [study.scorers[task] for task in tasks]
     modules = {module for name in names if (module := module_of(name)) is not None}

@@ -10,12 +10,12 @@ from functools import cache
 from typing import Any
 
 from grafting.config.claims import CLAIMS, Claim, load_claims
-from grafting.config.grid import applied
 from grafting.config.schema import Config, Source
 from grafting.errors import UserError
 from grafting.plan.aliases import Aliases
 from grafting.plan.code import PROJECT, own_digest, project_aliases
 from grafting.plan.jobs import Job, key_of, point_keys
+from grafting.plan.learning import Learning
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
 from grafting.plan.reporting import report_of
 from grafting.plan.scoring import files_for, scoring
@@ -23,7 +23,6 @@ from grafting.plan.sources import files_of
 from grafting.tasks import known_priors, tasks_of
 from grafting.tasks.harness_suites import VERSION, suite_of
 from grafting.tasks.stage import BUILDERS
-from grafting.training.objectives import OBJECTIVES
 
 #: What an evaluated point may be labelled with, beside its split.
 LABELS = (
@@ -44,7 +43,7 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Study:
+class Study(Learning):
     """All jobs of one configuration. `jobs` maps ids to jobs in an order in which they could run.
 
     aliases: what is declared equal to something older; the project's `aliases.yaml` by default.
@@ -59,6 +58,8 @@ class Study:
         self.evaluations: list[dict] = []
         self.selections: list[dict] = []
         self.rollouts: list[dict] = []
+        self._behind: dict[str, list[str]] = {}
+        self._made: dict[tuple, list[str]] = {}
         self.aliases = project_aliases() if aliases is None else aliases
         # every scale, mask and family of an update asks for its training again
         self.train = cache(self.train)
@@ -228,7 +229,8 @@ class Study:
         }
         for task, data in self.task_data.items():
             judged, entry = scoring(self, [task], "rollout")
-            for style in [None, *self.config.styles]:
+            # what a model makes itself is shown to nobody: it has no demonstrations on validation data
+            for style in [None, *(s for s in self.config.styles if s not in self.config.self_improvement)]:
                 shown = style is not None
                 name = f"{task}.{'shown-' + style if shown else 'plain'}.m{self.m}"
                 job = self.add(
@@ -248,31 +250,7 @@ class Study:
                     }
                 )
 
-    # ---- training and merging, used by the protocols --------------------------------------------
-    def train(self, objective: str, task: str, style: str, lr: float, seed: int, model: str, place: str) -> str:
-        """A training job from `model`; `place` is the readable name of where it starts."""
-        training = self.config.training.model_dump(mode="json")
-        learner = getattr(self.config.learners, objective)
-        spec = {**training, "objective": objective, "style": style, "lr": lr, "seed": seed}
-        for key in ("steps", "batch_size"):
-            if getattr(learner, key, None) is not None:
-                spec[key] = getattr(learner, key)
-        inputs = {"model": [model], "data": [self.task_data[task]]}
-        if objective == "opsd":
-            spec["opsd"] = learner.model_dump(exclude={"lrs", "steps", "batch_size", "styles", "grid"})
-            # also in a sequence the teacher is the deployed model: one frozen anew at each task knows nothing
-            inputs["teacher"] = [self.models["deployed"]]
-        # SFT scores nothing: another judge leaves it as it is
-        judged, entry = scoring(self, [task] if objective != "sft" else [], "train")
-        spec = applied(spec | judged, lr, self.jobs[self.task_data[task]].spec["train_items"])
-        return self.add(
-            "train",
-            f"{task}.{style}.{objective}.{place}.lr{lr:g}.s{seed}.m{self.m}",
-            spec,
-            inputs,
-            (*entry, f"grafting.training.objectives.{OBJECTIVES[objective].partition(':')[0]}"),
-        )
-
+    # ---- merging, used by the protocols ---------------------------------------------------------
     def merge(self, name: str, recipe: dict, model: str, trained: str, donor: str) -> str:
         """A merge job: the graft of one update onto `model`, written out."""
         return self.add("merge", name, {"recipe": recipe}, {"model": [model], "trained": [trained], "donor": [donor]})

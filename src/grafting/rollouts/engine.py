@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from grafting.errors import UserError
-from grafting.rollouts.sampling import choose, uniforms
+from grafting.rollouts.sampling import choose, details, uniforms
 
 # Finished rows are removed from the batch once they are this share of it: each removal copies the cache.
 DROP_SHARE = 0.25
@@ -17,10 +17,19 @@ DROP_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Rollout:
-    """A sampled response: token ids, with the stop token if one was reached, and why it ended."""
+    """A sampled response: token ids, with the stop token if one was reached, and why it ended.
+
+    On request per token: its log-probability under the sampler (at its temperature), and the margin by which it was
+    chosen, in probability (see `sampling.details`).
+    """
 
     tokens: list[int]
     finish: str  # "stop" | "length"
+    logprobs: list[float] | None = None
+    margins: list[float] | None = None
+
+
+BACKENDS = ("native", "continuous")
 
 
 def check_room(model, prompt_length: int, response_length: int, what: str) -> None:
@@ -49,6 +58,8 @@ def generate(
     counter=None,
     progress: Callable[[int], object] | None = None,
     finished=None,
+    detail: bool = False,
+    backend: str = "native",
 ) -> list[Rollout]:
     """One response per prompt, in the order of the prompts.
 
@@ -57,15 +68,27 @@ def generate(
     tokens_generated=, tokens_forwarded=)` receives what was computed, padding and finished rows not counted;
     `progress(n)` is told when n more prompts are answered. `finished` (a `grafting.provenance.saving.Part`)
     holds the batches that an interrupted run has answered and takes those answered here; on a stop signal it
-    ends the job after a batch.
-    UserError: empty prompt, prompt and response longer than the context.
+    ends the job after a batch. `detail`: with log-probabilities and margins. backend: "native" (this module) or
+    "continuous" (see `continuous`); both choose the same tokens, but where two tokens are nearly tied rounding
+    decides.
+    UserError: empty prompt, prompt and response longer than the context, unknown backend.
     """
+    if backend not in BACKENDS:
+        raise UserError(f"backend: {backend!r} is not known; choose one of {', '.join(BACKENDS)}")
     if temperature != 0 and (seeds is None or len(seeds) != len(prompts)):
         raise ValueError("sampling needs one seed per prompt")
     for i, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {i} is empty; check the chat template and the example's messages")
         check_room(model, len(prompt), max_new_tokens, f"prompt {i}")
+    if backend == "continuous":
+        if top_p != 1:
+            raise UserError(f"top_p: {top_p} needs the native backend; the continuous one samples from all tokens")
+        from grafting.rollouts.continuous import decode
+
+        return decode(
+            model, prompts, max_new_tokens, stop_ids, pad_id, temperature, seeds, batch_size, counter, progress, detail
+        )
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     rollouts: list[Rollout | None] = [None] * len(prompts)
     was_training = model.training
@@ -78,7 +101,7 @@ def generate(
             if not known:
                 numbers = uniforms([seeds[i] for i in chosen], max_new_tokens) if temperature != 0 else None
                 batch = [prompts[i] for i in chosen]
-                results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers, top_p)
+                results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers, top_p, detail)
             for i, rollout in zip(chosen, results, strict=True):
                 rollouts[i] = rollout
                 if counter is not None:
@@ -99,7 +122,9 @@ def _recall(answers: list | None) -> list[Rollout] | None:
     return None if answers is None else [Rollout(**answer) for answer in answers]
 
 
-def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers, top_p=1.0) -> list[Rollout]:
+def _decode(
+    model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers, top_p=1.0, detail=False
+) -> list[Rollout]:
     """Decode one batch; `numbers` [n, max_new_tokens] are the uniforms, None for greedy."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
@@ -110,6 +135,8 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
     numbers = None if numbers is None else numbers.to(device)
     cache = DynamicCache(config=model.config)
     tokens: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
+    margins: list[list[float]] = [[] for _ in prompts]
     finished = [False] * len(prompts)
     rows = list(range(len(prompts)))  # the prompt that each row of the batch belongs to
     for step in range(max_new_tokens):
@@ -122,7 +149,16 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]
-        chosen = choose(logits, temperature, None if numbers is None else numbers[:, step], top_p)
+        number = None if numbers is None else numbers[:, step]
+        chosen = choose(logits, temperature, number, top_p)
+        if detail:
+            noted = zip(
+                rows, *(values.tolist() for values in details(logits, temperature, number, chosen)), strict=True
+            )
+            for row, logprob, margin in noted:
+                if not finished[row]:
+                    logprobs[row].append(logprob)
+                    margins[row].append(margin)
         for row, token in zip(rows, chosen.tolist(), strict=True):
             if not finished[row]:
                 tokens[row].append(token)
@@ -138,4 +174,7 @@ def _decode(model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbe
             ids, positions, mask = ids[index], positions[index], mask[index]
             numbers = None if numbers is None else numbers[index]
             rows = [rows[k] for k in keep]
-    return [Rollout(t, "stop" if f else "length") for t, f in zip(tokens, finished, strict=True)]
+    return [
+        Rollout(t, "stop" if f else "length", *((p, m) if detail else (None, None)))
+        for t, f, p, m in zip(tokens, finished, logprobs, margins, strict=True)
+    ]

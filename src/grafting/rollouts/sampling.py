@@ -39,3 +39,24 @@ def choose(logits: torch.Tensor, temperature: float, uniform: torch.Tensor | Non
     cumulative = probabilities.cumsum(-1)
     threshold = uniform[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+def details(
+    logits: torch.Tensor, temperature: float, uniform: torch.Tensor | None, chosen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities [n] of the chosen tokens, and by which margin [n] they were chosen, in probability.
+
+    Sampled: the distance from the uniform number to the nearer edge of the token's interval. Greedy: the distance
+    from the second likeliest token. Where the margin is of the size of rounding errors, two correct computations
+    may choose different tokens.
+    """
+    logs = torch.log_softmax(logits.float() / (temperature or 1.0), -1)
+    logprobs = logs.gather(-1, chosen[:, None])[:, 0]
+    if temperature == 0:
+        best = logs.exp().topk(2, -1).values
+        return logprobs, best[:, 0] - best[:, 1]
+    cumulative = torch.softmax(logits.float() / temperature, -1).double().cumsum(-1)
+    point = uniform * cumulative[:, -1]
+    upper = cumulative.gather(-1, chosen[:, None])[:, 0]
+    lower = torch.where(chosen > 0, cumulative.gather(-1, (chosen - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    return logprobs, torch.minimum(upper - point, point - lower)

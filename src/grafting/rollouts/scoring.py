@@ -22,6 +22,7 @@ class Response:
     finish: str  # "stop" | "length"
     correct: bool
     reason: str  # the scorer's reason; "truncated" for a wrong response that was cut by the length limit
+    logprobs: list[float] | None = None  # of its tokens under the sampler, where they were asked for
 
 
 def verdict(info: dict, example: dict, text: str, finish: str) -> tuple[bool, str]:
@@ -51,12 +52,14 @@ def respond(
     counter=None,
     progress=None,
     finished=None,
+    detail: bool = False,
+    backend: str = "native",
 ) -> list[Response]:
     """Let the model answer the examples (greedily by default) and score the answers.
 
     `style` None asks plainly; a style shows the demonstration in the prompt. At a temperature every example
-    has the seed `example_seed(seed, step, id)`. `counter`, `progress`, `finished`: see `generate`. UserError
-    naming the example that does not fit the context.
+    has the seed `example_seed(seed, step, id)`. `counter`, `progress`, `finished`, `detail`, `backend`: see
+    `generate`. UserError naming the example that does not fit the context.
     """
     prompts = [prompt_ids(tokenizer, info, example, style) for example in examples]
     for example, prompt in zip(examples, prompts, strict=True):
@@ -73,13 +76,17 @@ def respond(
         counter=counter,
         progress=progress,
         finished=finished,
+        detail=detail,
+        backend=backend,
     )
     responses = []
     for example, prompt, rollout in zip(examples, prompts, rollouts, strict=True):
         text = decode(tokenizer, rollout.tokens)
         correct, why = verdict(info, example, text, rollout.finish)
         shown = tokenizer.decode(prompt)
-        responses.append(Response(example["id"], shown, text, rollout.tokens, rollout.finish, correct, why))
+        responses.append(
+            Response(example["id"], shown, text, rollout.tokens, rollout.finish, correct, why, rollout.logprobs)
+        )
     return responses
 
 

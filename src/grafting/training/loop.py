@@ -25,7 +25,7 @@ from grafting.errors import UserError
 from grafting.models import count_parameters
 from grafting.provenance.saving import NOT_YET, STOP
 from grafting.rollouts.counting import Counter
-from grafting.training import state
+from grafting.training import parallel, state
 from grafting.training.schedule import learning_rate
 
 
@@ -74,6 +74,8 @@ def _train(model, batches, objective, settings: Settings, job, label: str, after
     mixed = "bf16" if settings.precision == "bfloat16" else "no"
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=mixed)
     model.to(accelerator.device).train()
+    if parallel.is_sharded(accelerator):
+        parallel.shard(model, objective, accelerator)
     objective.place(accelerator.device)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(
@@ -81,7 +83,7 @@ def _train(model, batches, objective, settings: Settings, job, label: str, after
         lr=settings.lr,
         betas=tuple(settings.betas),
         weight_decay=settings.weight_decay,
-        fused=accelerator.device.type in ("cpu", "cuda"),
+        fused=accelerator.device.type in ("cpu", "cuda") and not parallel.is_sharded(accelerator),
     )
     counter, records = Counter(), []
     progress = job.progress(settings.steps, label)
@@ -97,7 +99,7 @@ def _train(model, batches, objective, settings: Settings, job, label: str, after
         mine = batch[accelerator.process_index :: accelerator.num_processes]
         items = objective.prepare(step, mine, counter)
         total = _sum(accelerator, {"targets": sum(map(objective.targets, items))})["targets"]
-        if total == 0:
+        if total == 0 and not objective.silent_steps:
             raise UserError(
                 f"{_where(job, step, batch)}: no token carries loss; check the responses and opsd.skip_tokens"
             )
@@ -105,7 +107,7 @@ def _train(model, batches, objective, settings: Settings, job, label: str, after
         size = settings.micro_batch_size or max(len(items), 1)
         for start in range(0, len(items), size):
             with accelerator.autocast():
-                part = objective.loss(model, items[start : start + size], counter) / total
+                part = objective.loss(model, items[start : start + size], counter) / max(total, 1)
             loss += part.item()
             with job.phase("backward"):
                 accelerator.backward(part)
@@ -120,7 +122,7 @@ def _train(model, batches, objective, settings: Settings, job, label: str, after
         )
         with job.phase("optimiser"):
             _share_gradients(accelerator, parameters)
-            norm = accelerator.clip_grad_norm_(parameters, settings.clip_norm).item()
+            norm = parallel.clip(accelerator, parameters, settings.clip_norm)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise UserError(
                     f"{_where(job, step, batch)}: loss {loss}, gradient norm {norm}; "
@@ -192,7 +194,7 @@ def _sum(accelerator: Accelerator, values: dict[str, float]) -> dict[str, float]
 
 def _share_gradients(accelerator: Accelerator, parameters: list[torch.Tensor]) -> None:
     """Sum the gradients over the processes."""
-    if accelerator.num_processes == 1:
+    if accelerator.num_processes == 1 or parallel.is_sharded(accelerator):
         return
     for parameter in parameters:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -3,103 +3,100 @@
 y ~ pi_theta(. | x); the loss of a rollout token is D(teacher_t || student_t) over the whole vocabulary, where
 teacher_t = pi_phi(. | x, demonstration, y_<t) and student_t = pi_theta(. | x, y_<t) score the same token ids.
 No gradient flows through the teacher or through sampling.
+
+Beside the whole vocabulary: its likeliest tokens, or the sampled token alone (see `divergences`). Variants: a hint
+(the first words of the demonstration) in place of the whole, and a target purified of what the demonstration
+suggests by itself. With the input `rollouts` nothing is sampled here: they were, by the model this job starts from.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
 
 import torch
 
-from grafting.models.chat import decode, stop_ids
-from grafting.models.forward import completion_logits
-from grafting.rollouts import check_room, example_seed, generate
-from grafting.rollouts.scoring import prompt_ids, verdict
-from grafting.training.batches import Item, collate
-from grafting.training.divergences import NAMES, divergence
+from grafting.errors import UserError
+from grafting.rollouts import check_room
+from grafting.rollouts.recorded import read_rollouts
+from grafting.rollouts.scoring import prompt_ids
+from grafting.tasks.examples import demonstration
+from grafting.training.divergences import (
+    NAMES,
+    divergence,
+    importance_weights,
+    log_probabilities,
+    purified,
+    sampled_reverse_kl,
+)
 from grafting.training.objectives.base import Setup
+from grafting.training.objectives.on_policy import (
+    OnPolicy,
+    Pair,
+    Question,
+    pair_of,
+    student_and_teacher,
+    teacher_logits,
+)
 from grafting.training.teacher import Guard, Teacher
 
 
-@dataclass(frozen=True)
-class Pair:
-    """The same completion after the student's prompt and after the teacher's."""
-
-    id: str
-    student: Item
-    teacher: Item
-
-
-@dataclass(frozen=True)
-class Question:
-    """An example with its two prompts."""
-
-    id: str
-    example: dict
-    prompt: list[int]
-    teacher_prompt: list[int]
-
-
-class SelfDistillation:
+class SelfDistillation(OnPolicy):
     """Rolls out, lets the teacher score, and pulls the student towards it.
 
-    spec keys (under `opsd`): divergence, beta (jsd, default 0.5), teacher, ema_rate, temperature (of sampling
-    only), max_new_tokens, skip_tokens (first rollout tokens without loss), guard. UserError naming the
-    example whose plain or demonstration-conditioned prompt does not fit the context with the response's room.
+    options: divergence, beta (jsd, default 0.5), teacher, ema_rate, temperature (of sampling only),
+    max_new_tokens, skip_tokens (first rollout tokens without loss), guard; and, where they differ from the default,
+    vocabulary (full | top_k | sampled_token), top_k, support, tail, loss_temperature (of both distributions in the
+    loss), importance_clip, purify (strength), hint_share, backend. UserError naming the example whose plain or
+    demonstration-conditioned prompt does not fit the context with the response's room.
     """
 
     def __init__(self, setup: Setup) -> None:
-        spec = setup.job.spec
-        options = spec["opsd"]
-        self.setup, self.job, self.options, self.seed = setup, setup.job, options, spec["seed"]
-        self.skip, self.room = options["skip_tokens"], options["max_new_tokens"]
-        self.pad_id = setup.tokenizer.pad_token_id or 0
-        self.stops = stop_ids(setup.model, setup.tokenizer)
+        super().__init__(setup)
+        options, style = self.options, setup.job.spec["style"]
+        self.skip = options["skip_tokens"]
+        self.vocabulary = options.get("vocabulary", "full")
+        self.loss_temperature, self.clip = options.get("loss_temperature", 1.0), options.get("importance_clip")
+        self.strength, self.hint_share = options.get("purify", 0.0), options.get("hint_share", 1.0)
         rate = options.get("ema_rate", 0.0)
         self.teacher = Teacher(options["teacher"], setup.model, rate, setup.teacher_model)
-        self.guard = Guard(setup, self.teacher, options["guard"], spec["style"], self.room)
-        self.examples = [self._question(example, spec["style"]) for example in setup.train]
-        self._report: dict[str, int] = {}
+        self.guard = Guard(setup, self.teacher, options["guard"], style, self.room)
+        self.examples = [self._question(example, style) for example in setup.train]
+        self.recorded = None if setup.rollouts is None else read_rollouts(setup.rollouts)
+        if self.recorded is not None and (
+            missing := [question.id for question in self.examples if question.id not in self.recorded]
+        ):
+            raise UserError(f"{self.job.id}: the recorded rollouts lack example {missing[0]}; make them again")
+        self.samples = self.recorded is None
         self._measured: float | None = None
 
     def _question(self, example: dict, style: str) -> Question:
-        setup = self.setup
-        plain = prompt_ids(setup.tokenizer, setup.info, example, None)
-        shown = prompt_ids(setup.tokenizer, setup.info, example, style)
-        name = f"example {example['id']} of {setup.info['name']}"
-        check_room(setup.model, len(plain), self.room, name)
-        check_room(self.teacher.model, len(shown), self.room, f"{name}, prompt with the demonstration")
-        return Question(example["id"], example, plain, shown)
+        teacher = self.teacher.model
+        plain = self.plain_prompt(example)
+        shown = self.shown_prompt(teacher, hinted(example, style, self.hint_share), style)
+        if not self.strength:
+            return Question(example["id"], example, plain, shown)
+        alone = prompt_ids(self.setup.tokenizer, self.setup.info, without_question(example), style)
+        check_room(teacher, len(alone), self.room, f"example {example['id']}, prompt of the demonstration alone")
+        return Question(example["id"], example, plain, shown, alone)
 
     def place(self, device) -> None:
         """Move the teacher."""
         self.teacher.model.to(device)
 
     def prepare(self, step: int, batch: list[Question], counter) -> list[Pair]:
-        """Sample one rollout per question from the student as it is; the guard checks the teacher if due."""
+        """One rollout per question, of the student as it is or recorded; the guard checks the teacher if due."""
         with self.job.phase("guard"):
             self._measured = self.guard.check(step)
-        with self.job.phase("rollout"):
-            rollouts = generate(
-                self.setup.model,
-                [question.prompt for question in batch],
-                max_new_tokens=self.room,
-                stop_ids=self.stops,
-                pad_id=self.pad_id,
-                temperature=self.options["temperature"],
-                seeds=[example_seed(self.seed, step, question.id) for question in batch],
-                batch_size=max(len(batch), 1),
-                counter=counter,
+        if self.recorded is None:
+            names = [question.id for question in batch]
+            rollouts = self.sample(
+                [question.prompt for question in batch], names, step, counter, detail=self.clip is not None
             )
-        correct, pairs = 0, []
-        for question, rollout in zip(batch, rollouts, strict=True):
-            text = decode(self.setup.tokenizer, rollout.tokens)
-            correct += verdict(self.setup.info, question.example, text, rollout.finish)[0]
-            student = Item(question.id, question.prompt, rollout.tokens, rollout.tokens)
-            teacher = Item(question.id, question.teacher_prompt, rollout.tokens, rollout.tokens)
-            pairs.append(Pair(question.id, student, teacher))
-        self._report = {"n": len(batch), "tokens": sum(len(r.tokens) for r in rollouts), "correct": correct}
-        return pairs
+        else:
+            epoch = step * self.job.spec["batch_size"] // len(self.examples)
+            rollouts = [self.recorded[q.id][epoch % len(self.recorded[q.id])] for q in batch]
+        self.judge([question.example for question in batch], rollouts, step)
+        return [pair_of(question, rollout) for question, rollout in zip(batch, rollouts, strict=True)]
 
     def targets(self, pair: Pair) -> int:
         """Rollout tokens after the skipped ones."""
@@ -107,38 +104,49 @@ class SelfDistillation:
 
     def loss(self, model, pairs: list[Pair], counter) -> torch.Tensor:
         """Sum of the divergence over the rollout tokens that carry loss."""
-        device = next(model.parameters()).device
-        # The student comes first: autocast caches the weights it casts, and a live teacher, which runs
-        # without gradient, would otherwise leave casts in the cache that carry none.
-        with self.job.phase("student"):
-            ids, predicts, _ = collate([pair.student for pair in pairs], self.pad_id, device)
-            student = completion_logits(model, ids, predicts)
-        with self.job.phase("teacher"), torch.no_grad():
-            ids, predicts, _ = collate([pair.teacher for pair in pairs], self.pad_id, device)
-            teacher = completion_logits(self.teacher.model, ids, predicts)
+        student, teacher, tokens = student_and_teacher(self.job, model, self.teacher.model, pairs, self.pad_id, counter)
+        device = tokens.device
+        if self.strength:
+            items = [pair.reference for pair in pairs]
+            alone = teacher_logits(self.job, self.teacher.model, items, self.pad_id, counter, device)
+            teacher = purified(teacher, alone, student, self.strength)
         with self.job.phase("divergence"):
-            values = divergence(self.options["divergence"], teacher, student, self.options.get("beta", 0.5))
+            values = self.token_losses(teacher, student, tokens)
+            if self.clip is not None:
+                sampled = torch.tensor([p for pair in pairs for p in pair.logprobs], device=device)
+                own = log_probabilities(student / self.options["temperature"], tokens)
+                values = values * importance_weights(own, sampled, self.clip)
             if self.skip:
                 kept = [t >= self.skip for pair in pairs for t in range(len(pair.student.labels))]
                 values = values[torch.tensor(kept, device=device)]
             loss = values.sum()
-        tokens, shown = (sum(p.student.length for p in pairs), sum(p.teacher.length for p in pairs))
-        counter.add(tokens_forwarded=tokens + shown, tokens_backpropagated=tokens)
         return loss
+
+    def token_losses(self, teacher: torch.Tensor, student: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Loss per token [n] from logits [n, V] of both and the sampled tokens [n]."""
+        options = self.options
+        if self.loss_temperature != 1:
+            teacher, student = teacher / self.loss_temperature, student / self.loss_temperature
+        if self.vocabulary == "sampled_token":
+            return sampled_reverse_kl(log_probabilities(teacher, tokens), log_probabilities(student, tokens))
+        return divergence(
+            options["divergence"],
+            teacher,
+            student,
+            options.get("beta", 0.5),
+            top_k=options["top_k"] if self.vocabulary == "top_k" else None,
+            support=options.get("support", "student"),
+            tail=options.get("tail", True),
+        )
 
     def after_step(self, model) -> None:
         """The teacher follows, if it is one that follows."""
         self.teacher.update(model)
 
     def report(self, total) -> dict:
-        """Divergence with its direction, mean rollout length in tokens, rollout accuracy, and the teacher's
-        accuracy when it was measured."""
-        sums = total(self._report)
-        record = {
-            "divergence": NAMES[self.options["divergence"]],
-            "rollout_length": sums["tokens"] / sums["n"],
-            "rollout_accuracy": sums["correct"] / sums["n"],
-        }
+        """Divergence with its direction, what the rollouts were like, and the teacher's accuracy when it was
+        measured."""
+        record = {"divergence": NAMES[self.options["divergence"]], **self.rolled(total)}
         return record if self._measured is None else record | {"teacher_accuracy": self._measured}
 
     def state(self) -> tuple[dict, dict]:
@@ -149,3 +157,27 @@ class SelfDistillation:
         """Undo `state`."""
         self.teacher.restore(tensors)
         self.guard.restore(facts["guard"])
+
+    def metrics(self, records: list[dict]) -> dict:
+        """Those of the rollouts, the teacher's lowest accuracy, and what measuring it generated."""
+        accuracies = [record["teacher_accuracy"] for record in records if "teacher_accuracy" in record]
+        return super().metrics(records) | {
+            "teacher_accuracy": min(accuracies),
+            "guard_tokens_generated": self.guard.counter.tokens_generated,
+        }
+
+
+def hinted(example: dict, style: str, share: float) -> dict:
+    """The example with the first `share` of its demonstration's words, at least one; all of it at share 1."""
+    if share == 1:
+        return example
+    words = demonstration(example, style).split(" ")
+    kept = " ".join(words[: max(1, round(share * len(words)))])
+    return {**example, "demonstrations": {**example["demonstrations"], style: kept}}
+
+
+def without_question(example: dict) -> dict:
+    """The example with an empty last user message, which the demonstration is then put into."""
+    messages = copy.deepcopy(example["messages"])
+    next(m for m in reversed(messages) if m["role"] == "user")["content"] = ""
+    return {**example, "messages": messages}

@@ -9,43 +9,29 @@ from grafting.models.forward import completion_logits
 from grafting.rollouts import check_room
 from grafting.tasks.examples import demonstration
 from grafting.training.batches import Item, collate
-from grafting.training.objectives.base import Setup
+from grafting.training.objectives.base import Objective, Setup
 
 
-class CrossEntropy:
+class CrossEntropy(Objective):
     """Cross-entropy of given completions; batches hold `Item`s already (pretraining, post-training)."""
 
     def __init__(self, job, pad_id: int) -> None:
         self.job, self.pad_id = job, pad_id
 
-    def place(self, device) -> None:
-        """No model of its own to move."""
-
-    def prepare(self, step: int, batch: list[Item], counter) -> list[Item]:
-        """Items as they are."""
-        return batch
-
-    def targets(self, item: Item) -> int:
-        """Completion tokens, EOS among them."""
-        return len(item.labels)
-
     def loss(self, model, items: list[Item], counter):
-        """Sum of -log pi(label) over the completion tokens."""
+        """Sum of -log pi(label) over the completion tokens, EOS among them."""
         with self.job.phase("student"):
             device = next(model.parameters()).device
             ids, predicts, labels = collate(items, self.pad_id, device)
             logits = completion_logits(model, ids, predicts).float()
-            loss = F.cross_entropy(logits, labels, reduction="sum")
+            loss = self.combine(logits, labels)
         tokens = sum(item.length for item in items)
         counter.add(tokens_forwarded=tokens, tokens_backpropagated=tokens)
         return loss
 
-    def after_step(self, model) -> None:
-        """Nothing to keep up."""
-
-    def report(self, total) -> dict:
-        """Nothing beyond the loss."""
-        return {}
+    def combine(self, logits, labels):
+        """Sum of the tokens' losses, from logits [n, V] and labels [n]."""
+        return F.cross_entropy(logits, labels, reduction="sum")
 
     def state(self) -> tuple[dict, dict]:
         """Nothing that changes."""
@@ -59,12 +45,18 @@ class Supervised(CrossEntropy):
     """Cross-entropy of the demonstrations in one style. UserError naming the example that does not fit."""
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup.job, setup.tokenizer.pad_token_id or 0)
-        style = setup.job.spec["style"]
-        self.examples = []
-        for example in setup.train:
-            response = demonstration(example, style)
-            prompt, completion = encode_example(setup.tokenizer, example["messages"], response, example["id"])
-            name = f"example {example['id']} of {setup.info['name']}"
-            check_room(setup.model, len(prompt), len(completion), name)
-            self.examples.append(Item(example["id"], prompt, completion, completion))
+        super().__init__(setup.job, setup.pad_id)
+        self.setup = setup
+        self.examples = supervised_items(setup, setup.train, setup.job.spec["style"])
+
+
+def supervised_items(setup: Setup, examples: list[dict], style: str) -> list[Item]:
+    """Prompts with their demonstrations; UserError naming the example that does not fit the context."""
+    items = []
+    for example in examples:
+        response = demonstration(example, style)
+        prompt, completion = encode_example(setup.tokenizer, example["messages"], response, example["id"])
+        name = f"example {example['id']} of {setup.info['name']}"
+        check_room(setup.model, len(prompt), len(completion), name)
+        items.append(Item(example["id"], prompt, completion, completion))
+    return items

@@ -89,7 +89,7 @@ def undisturbed(tmp_path_factory) -> Folder:
 
 def processes(folder: Folder, snakemake: int) -> dict[str, list[int]]:
     """The processes at work in this study folder, by what they are. A job is a child of the warm process, or of one
-    that was killed; a client waits for it."""
+    that was killed; its client waits for it."""
     found = {"job": [], "client": [], "warm": [], "snakemake": [snakemake]}
     for path in Path("/proc").iterdir():
         try:
@@ -103,6 +103,8 @@ def processes(folder: Folder, snakemake: int) -> dict[str, list[int]]:
             found["warm" if parent == snakemake else "job"].append(int(path.name))
         elif "--plan" in words:
             found["client"].append(int(path.name))
+    if not found["warm"]:
+        found["job"] += found["client"]  # without a warm process a client does the job itself
     return found
 
 

@@ -82,6 +82,8 @@ def _compute(job: Any, points: Sequence[dict[str, Any]], folders: Sequence[Path]
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         decoding = Decoding(tokenizer, stop_ids(model, tokenizer), pad_id, spec["batch_size"], spec["max_new_tokens"])
         sweep = Sweep.of_job(job) if any(point["recipe"] is not None for point in points) else None
+        if sweep is not None:
+            sweep.prepare(point["recipe"] for point in points)
     counter, finished = Counter(), job.saving.part("points")
     answers = len(points) * sum(len(suite.examples) for suite in [*suites, *bridged])
     bar = job.progress(answers, "evaluation", unit="answer")

@@ -84,10 +84,10 @@ class Scratch:
 class Stream(Inputs):
     """One tensor of all models, read in chunks; see `Inputs`. Refuses NaN and infinity, naming model and tensor."""
 
-    def __init__(self, merge: Merge, job: Job, scratch: Scratch):
+    def __init__(self, merge: Merge, job: Job, scratch: Scratch, checks: bool = True):
         self.shape, self.count, self._merge, self._name = job.shape, len(merge.donors), merge, job.name
         self.wide = job.form.wide
-        self._scratch = scratch
+        self._scratch, self._checks = scratch, checks
         self.raw_anchor = np.empty(0)
 
     def stream(self, donor, seed):
@@ -133,7 +133,7 @@ class Stream(Inputs):
         raw = self._scratch.get(("raw", place), count, stored.form.storage)
         if present:
             model.read_into(self._name, begin, raw[:present])
-            if not is_finite(raw[:present], stored.form):
+            if self._checks and not is_finite(raw[:present], stored.form):
                 raise UserError(f"{model.path}: tensor {self._name} holds NaN or infinity; {_NON_FINITE}")
         if present < count:
             form = self._merge.anchor.tensors[self._name].form
@@ -193,7 +193,7 @@ def pieces(merge: Merge, job: Job, scratch: Scratch) -> Iterator[tuple[int, np.n
     if job.copy is not None:
         yield from _copied(merge, job, scratch)
         return
-    inputs = Stream(merge, job, scratch)
+    inputs = Stream(merge, job, scratch, checks=not merge.operator.transparent)
     rows = rows_of(merge.operator, job.shared, job.shape)
     piece = build(merge.operator, inputs, job.shared, job.each, merge.points)
     stored = merge.anchor.tensors[job.name].form
@@ -202,6 +202,8 @@ def pieces(merge: Merge, job: Job, scratch: Scratch) -> Iterator[tuple[int, np.n
 
     def checked() -> np.ndarray:
         if not is_finite(out[:filled], job.form):
+            for _ in Stream(merge, job, Scratch()).chunks():
+                pass  # says so if an input is at fault
             raise UserError(f"tensor {job.name} overflows {job.form.name} at scale {job.scale}: use a smaller one")
         return out[:filled]
 

@@ -29,6 +29,7 @@ class Operator:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments that make a variant
     rows: Callable[[Mapping], bool] = lambda _: False  # whether chunks must be whole rows
     ordered: bool = False  # whether the order in which models are listed has a meaning
+    transparent: bool = False  # whether a NaN or infinity of any input always shows in the output
     same: str = "equal models, or zero deltas, give the base"  # the identity that holds bit for bit
 
 
@@ -74,9 +75,10 @@ _ALL = "equal models give that model"
 OPERATORS = {
     o.name: o
     for o in (
-        Operator("graft", operators.task_arithmetic, models=(1, 1), each=_W, same="zero delta gives the base"),
-        Operator("task_arithmetic", operators.task_arithmetic, shared={"normalize": False}, each=_W),
-        Operator("sum", operators.task_arithmetic),
+        Operator("graft", operators.task_arithmetic, transparent=True, models=(1, 1), each=_W,
+                 same="zero delta gives the base"),
+        Operator("task_arithmetic", operators.task_arithmetic, transparent=True, shared={"normalize": False}, each=_W),
+        Operator("sum", operators.task_arithmetic, transparent=True),
         Operator("magnitude", operators.magnitude, shared=_CUT, each=_SPARSE),
         Operator("ties", operators.ties, shared={**_CUT, "normalize": True}, each=_SPARSE),
         Operator("breadcrumbs", operators.breadcrumbs, shared=_CUT, each={**_SPARSE, "gamma": 0.01}),
@@ -114,7 +116,7 @@ OPERATORS = {
         Operator("sce", operators.sce, shared={"density": 1.0}),
         Operator("nearswap", operators.nearswap, models=(1, 1), shared={"t": REQUIRED}),
         Operator("magmax", operators.magmax, each=_W),
-        Operator("slerp", geometry.slerp, models=(1, 1), shared={"t": REQUIRED}),
+        Operator("slerp", geometry.slerp, transparent=True, models=(1, 1), shared={"t": REQUIRED}),
         Operator("model_stock", geometry.model_stock, models=(2, None), shared={"filter_wise": False},
                  rows=lambda s: s["filter_wise"]),
         Operator("nuslerp", _points(geometry.nuslerp), base="optional", models=(2, 2),
@@ -122,12 +124,13 @@ OPERATORS = {
                  rows=lambda s: not s["flatten"], same=_ALL),
         Operator("multislerp", _points(geometry.multislerp), base="optional", shared={"normalize": True},
                  each={"weight": REQUIRED}, same=_ALL),
-        Operator("linear", geometry.linear, base="none", shared={"normalize": True}, each=_W,
+        Operator("linear", geometry.linear, transparent=True, base="none", shared={"normalize": True}, each=_W,
                  same=_ALL + " (normalised)"),
         Operator("karcher", geometry.karcher, base="none", shared={"max_iter": 10, "tol": 1e-5}, each=_W, same=_ALL),
         Operator("lawa", _lawa, base="none", shared={"window": 0}, ordered=True, same=_ALL),
         Operator("ema", _ema, base="none", shared={"decay": REQUIRED}, ordered=True, same=_ALL),
-        Operator("passthrough", _passthrough, base="none", models=(1, 1), each={"scale": 1.0}, same="scale 1 copies"),
+        Operator("passthrough", _passthrough, transparent=True, base="none", models=(1, 1), each={"scale": 1.0},
+                 same="scale 1 copies"),
     )
 }  # fmt: skip
 

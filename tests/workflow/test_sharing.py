@@ -210,11 +210,10 @@ def test_branches_with_different_new_jobs_merge(shared, clone, tmp_path):
     clone.git("merge", "-q", "--no-edit", "theirs")
     now = lists(clone)
     assert all(now[stage] == listed["ours"][stage] | listed["theirs"][stage] for stage in now)
-    for name, (_, _) in sides.items():
+    for name in sides:  # all is there; only the exported results are to be those of one configuration
         planned = clone.run("snakemake", "-n", "--configfile", f"{name}.yaml").stdout
-        table = planned.split("Job stats:", 1)[1].split("total", 1)[0] if "Job stats:" in planned else ""
-        assert {line.split()[0] for line in table.splitlines() if len(line.split()) == 2} <= {"job", "report", "all",
-                                                                                              "-----"}  # fmt: skip
+        rows = [line.split() for line in planned.split("total", 1)[0].splitlines()]
+        assert {row[0] for row in rows if len(row) == 2 and row[1].isdigit()} == {"report", "all"}
     assert clone.run(*GRAFTING, "status").returncode == 0
 
 

@@ -85,11 +85,12 @@ def load_study(*overlays: dict, folder: Path = Path("."), preview: bool = False)
         return study
     check_aliases(study.aliases, study.jobs.values(), store)
     check_at_hand(study, store)
-    marker = store.sentinel(study.report)
-    whole = all((folder / "results" / name).exists() for name in EXPORTED)
-    if marker.exists() and (not whole or len(list((folder / "results").glob("report-*.json"))) > 1):
-        # somebody removed an exported file, or merged two branches' results: let the report export again
-        marker.unlink()
+    markers, marker = list((folder / "results").glob("report-*.json")), store.sentinel(study.report)
+    if len(markers) > 1:  # two branches were merged: which of them the results are of is not known
+        for path in markers:
+            path.unlink()
+    elif marker.exists() and not all((folder / "results" / name).exists() for name in EXPORTED):
+        marker.unlink()  # somebody removed an exported file: let the report export again
     gc.freeze()  # a large plan would be searched for garbage again and again, and none of it is
     return study
 

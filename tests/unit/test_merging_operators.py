@@ -287,7 +287,7 @@ def recipe_of(name, models, based=True, **more):
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("name", OPERATORS)
 @given(data=st.data())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_a_model_merged_with_itself_is_itself(name, dtype, data, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("self")
     if dtype == torch.float16:

@@ -15,7 +15,7 @@ from grafting.merging.engine import run
 from grafting.merging.mergefile import MergeFile
 from grafting.merging.mergekit import METHODS, from_mergekit
 from grafting.merging.planning import plan
-from grafting.merging.registry import OPERATORS
+from grafting.merging.registry import OPERATORS, table
 from grafting.models.numerics import BY_NAME, FORMATS, is_finite, narrow, widen
 from grafting.models.safefiles import ShardFile
 
@@ -402,3 +402,8 @@ def test_coefficients_by_name_and_depth(tmp_path):
         merged(recipe | {"settings": {"weight": weight}}, tmp_path)
     result = merged(recipe | {"settings": {"weight": [*weight, {"value": 0.5}]}}, tmp_path)
     assert [float(result[n]) for n in ("model.layers.0.b", "model.layers.0.w", "lm_head.weight")] == [3, 2, 0.5]
+
+
+def test_the_documents_table_is_the_registrys():
+    page = Path(__file__).parents[2] / "docs" / "reference" / "merging.md"
+    assert table() in page.read_text(encoding="utf-8")

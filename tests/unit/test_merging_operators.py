@@ -15,7 +15,7 @@ from grafting.merging.engine import run
 from grafting.merging.mergefile import MergeFile
 from grafting.merging.mergekit import METHODS, from_mergekit
 from grafting.merging.planning import plan
-from grafting.merging.registry import OPERATORS
+from grafting.merging.registry import OPERATORS, table
 from grafting.models.numerics import BY_NAME, FORMATS, is_finite, narrow, widen
 from grafting.models.safefiles import ShardFile
 
@@ -287,7 +287,7 @@ def recipe_of(name, models, based=True, **more):
 @pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("name", OPERATORS)
 @given(data=st.data())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_a_model_merged_with_itself_is_itself(name, dtype, data, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("self")
     if dtype == torch.float16:
@@ -402,3 +402,8 @@ def test_coefficients_by_name_and_depth(tmp_path):
         merged(recipe | {"settings": {"weight": weight}}, tmp_path)
     result = merged(recipe | {"settings": {"weight": [*weight, {"value": 0.5}]}}, tmp_path)
     assert [float(result[n]) for n in ("model.layers.0.b", "model.layers.0.w", "lm_head.weight")] == [3, 2, 0.5]
+
+
+def test_the_documents_table_is_the_registrys():
+    page = Path(__file__).parents[2] / "docs" / "reference" / "merging.md"
+    assert table() in page.read_text(encoding="utf-8")

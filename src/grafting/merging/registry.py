@@ -190,3 +190,21 @@ def check(operator: Operator, setting: str, value: Any, where: str) -> Any:
     if setting == "tol" and value <= 0:
         refuse("above 0")
     return value
+
+
+def table() -> str:
+    """The operators as rows of docs/reference/merging.md."""
+
+    def listed(settings: Mapping[str, Any]) -> str:
+        def default(value: Any) -> str:
+            return " (needed)" if value is REQUIRED else f" = {str(value).lower() if value in (True, False) else value}"
+
+        return ", ".join(f"`{name}`{default(value)}" for name, value in settings.items()) or "–"
+
+    rows = []
+    for o in OPERATORS.values():
+        low, high = o.models
+        number = str(low) if low == high else f"{low} or more"
+        order = "; in the order listed" if o.ordered else ""
+        rows.append(f"| `{o.name}` | {o.base} | {number}{order} | {listed(o.shared)} | {listed(o.each)} | {o.same} |")
+    return "\n".join(rows)

@@ -298,7 +298,9 @@ class Sweep:
         operator = find(recipe.operator)
         shared, each = recipe.resolved()
         each = {key: [values[recipe.terms.index(term)] for term in terms] for key, values in each.items()}
-        identities = ["|".join(self._identity(term)) for term in terms] if "seed" in shared else None
+        identities = None
+        if "seed" in shared:  # as the streaming engine names them, so that both draw the same numbers
+            identities = [f"{self.trained[term].fingerprint}|{self.donors[term].fingerprint}" for term in terms]
 
         def formed(name: str) -> np.ndarray:
             shape = self.model.tensors[name].shape

@@ -255,7 +255,9 @@ def test_modules_are_imported_by_computed_names_only_where_the_plan_names_them()
     assert {n for n in modules() if code.module_facts(n).dynamic} == {
         "grafting.tasks",  # its literal _LAZY is read
         "grafting.tasks.stage",  # builders: Study._builder
-        "grafting.training.objectives",  # Study._train
+        "grafting.tasks.scorers",  # plan.scoring
+        "grafting.rollouts.stage",  # kinds: Learning._collecting
+        "grafting.training.objectives",  # Learning.train
     }
 
 

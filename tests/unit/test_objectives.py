@@ -86,14 +86,14 @@ CASES = {
 }
 
 
-def even(text: str, example: dict, options: dict) -> str:
+def even(text: str, example: dict, options: dict) -> tuple[bool, str]:
     """A scorer that untrained models can please: an even number of words is right."""
-    return example["answer"] if len(text.split()) % 2 == 0 else "no"
+    return len(text.split()) % 2 == 0, "counted"
 
 
 @pytest.fixture
 def lenient(monkeypatch):
-    monkeypatch.setitem(scorers.SCORERS, "tokens", even)
+    monkeypatch.setitem(scorers.ANSWERS, "tokens", even)
 
 
 def trained(out, spec: dict, start, data, prior, other=None) -> tuple[Job, list[dict]]:
@@ -297,9 +297,9 @@ def test_a_batch_without_signal_is_a_step_without_signal(start, data, prior, tmp
 
 def test_grpo_learns_what_the_verifier_wants(start, data, prior, tmp_path, monkeypatch):
     def odd(text, example, options):
-        return example["answer"] if len(text.split()) % 2 else "no"
+        return len(text.split()) % 2 == 1, "counted"
 
-    monkeypatch.setitem(scorers.SCORERS, "tokens", odd)
+    monkeypatch.setitem(scorers.ANSWERS, "tokens", odd)
     spec = case("grpo", **GRPO | {"samples": 6}) | {"steps": 40, "batch_size": 48, "lr": 2e-2}
     _, records = trained(tmp_path / "out", spec, start, data, prior)
     first, last = (sum(r["reward"] for r in part) / 5 for part in (records[:5], records[-5:]))
@@ -423,11 +423,9 @@ def test_a_scorer_that_raises_names_the_example(start, data, prior, tmp_path, mo
     def broken(text, example, options):
         raise ZeroDivisionError("nothing to divide")
 
-    monkeypatch.setitem(scorers.SCORERS, "tokens", broken)
+    monkeypatch.setitem(scorers.ANSWERS, "tokens", broken)
     spec = CASES["grpo"]
-    with pytest.raises(
-        UserError, match=r"step 1, example [0-9a-f]{12}: the scorer 'tokens' failed .*ZeroDivisionError"
-    ):
+    with pytest.raises(UserError, match=r"step 1, example [0-9a-f]{12}: the scorer 'tokens' failed"):
         trained(tmp_path / "out", spec, start, data, prior)
 
 
@@ -506,7 +504,7 @@ def golden() -> dict:
     )
     save_model(new_model(ARCHITECTURE, VOCABULARY, seed=0), new_tokenizer(VOCABULARY, "deployed"), root / "start")
     torch.set_num_threads(1)
-    scorers.SCORERS["tokens"] = even
+    scorers.ANSWERS["tokens"] = even
     found = {}
     for name, spec in CASES.items():
         _, records = trained(root / name, spec, root / "start", root / "data", root / "prior")

@@ -26,12 +26,12 @@ def collect(out, start, data, **changes):
 
 def short(text, example, options):
     """Right if it is short and ends: untrained models manage that sometimes."""
-    return example["answer"] if len(text.split()) <= 4 else "no"
+    return len(text.split()) <= 4, "counted"
 
 
 @pytest.fixture
 def lenient(monkeypatch):
-    monkeypatch.setitem(scorers.SCORERS, "tokens", short)
+    monkeypatch.setitem(scorers.ANSWERS, "tokens", short)
 
 
 @pytest.fixture

@@ -136,8 +136,8 @@ class Results:
 
 def _from_counts(table: pd.DataFrame) -> pd.DataFrame:
     """The same from counts alone (results of before there was accuracies.csv): items as independent draws."""
-    last = table.groupby(["protocol", "style", "family", "trained_task"])["stage"].transform("max")
     table = table[(table.split == "test") & table.family.notna() & (table.family != "deployed")]
+    last = table.groupby(["protocol", "style", "family", "trained_task"])["stage"].transform("max")
     table = table[table.stage.isna() | (table.stage == last)]
     own = (table.suite == "prior") | (table.trained_task == "all") | (table.task == table.trained_task)
     rows = []
@@ -215,7 +215,9 @@ def _verdicts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _numbers(before: Results, after: Results, everything: bool) -> list[str]:
-    both = before.accuracies().join(after.accuracies(), how="outer", lsuffix="_a", rsuffix="_b")
+    both = before.accuracies().merge(
+        after.accuracies(), how="outer", left_index=True, right_index=True, suffixes=("_a", "_b")
+    )
     lines, quiet = [], 0
     for key, row in both.iterrows():
         where = ", ".join(map(str, key))

@@ -113,8 +113,8 @@ def choose(part: Side, k: int) -> list[int]:
     kept: list[int] = []
     for _ in range(min(k, len(new))):
         rest = [i for i in range(len(new)) if i not in kept]
-        areas = [float(hypervolume(new[[*kept, i]], prior[[*kept, i]])) for i in rest]
-        kept.append(rest[int(np.argmax(areas))])
+        sets = np.array([[*kept, i] for i in rest])
+        kept.append(rest[int(np.argmax(hypervolume(new[sets], prior[sets])))])
     return sorted(kept)
 
 

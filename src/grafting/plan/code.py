@@ -36,6 +36,7 @@ DECIDING = {
     "pandas": ("pandas",),
     "scipy": ("scipy",),
     "lm_eval": ("lm-eval",),
+    "peft": ("peft",),
     "matplotlib": ("matplotlib",),
 }
 UNCOUNTED = ("grafting.provenance", "grafting.plan", "grafting.config", "grafting.errors", "grafting.hub")

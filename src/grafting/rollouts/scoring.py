@@ -28,7 +28,7 @@ class Response:
 def verdict(info: dict, example: dict, text: str, finish: str) -> tuple[bool, str]:
     """Correctness of a response and the reason."""
     correct, reason = scorers.score(info, example, text)
-    return correct, "truncated" if finish == "length" and not correct else reason
+    return correct, "truncated" if finish == "length" and not correct and reason != scorers.FAILED else reason
 
 
 def prompt_ids(tokenizer, info: dict, example: dict, style: str | None) -> list[int]:

@@ -19,6 +19,10 @@ RESOLVED = {
 }
 
 
+#: The reason given where the scorer itself raised.
+FAILED = "scorer failed"
+
+
 def score(info: dict, example: dict, text: str) -> tuple[bool, str]:
     """Score one response by info["scorer"].
 
@@ -44,7 +48,7 @@ def score(info: dict, example: dict, text: str) -> tuple[bool, str]:
     except Exception as error:
         item = f"example {example.get('id')} of {info.get('name')}"
         print(f"scorer {name} failed on {item}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return False, "scorer failed"
+        return False, FAILED
 
 
 def module_of(scorer: str) -> str | None:

@@ -11,6 +11,7 @@ from grafting.models.chat import decode, stop_ids
 from grafting.models.forward import completion_logits
 from grafting.rollouts import Rollout, check_room, example_seed, generate
 from grafting.rollouts.scoring import prompt_ids, verdict
+from grafting.tasks.scorers import FAILED
 from grafting.training.batches import Item, collate
 from grafting.training.objectives.base import Objective, Setup
 
@@ -105,16 +106,14 @@ class OnPolicy(Objective):
         correct, texts = [], []
         for example, rollout in zip(examples, rollouts, strict=True):
             texts.append(decode(self.setup.tokenizer, rollout.tokens))
-            try:
-                correct.append(verdict(self.setup.info, example, texts[-1], rollout.finish)[0])
-            except UserError:
-                raise
-            except Exception as error:  # whatever a scorer of somebody's own may raise
+            right, reason = verdict(self.setup.info, example, texts[-1], rollout.finish)
+            if reason == FAILED:  # an evaluation counts it; here it would be learned from
                 raise UserError(
                     f"{self.job.id}, step {step + 1}, example {example['id']}: the scorer "
-                    f"{self.setup.info['scorer']!r} failed on the response {texts[-1][:80]!r}: "
-                    f"{type(error).__name__}: {error}; mend the scorer and run again"
-                ) from error
+                    f"{self.setup.info['scorer']!r} failed on the response {texts[-1][:80]!r}, "
+                    "its own message stands above in the log; mend the scorer and run again"
+                )
+            correct.append(right)
         empty = sum(len(rollout.tokens) <= 1 and rollout.finish == "stop" for rollout in rollouts)
         self._report = {
             "n": len(rollouts),

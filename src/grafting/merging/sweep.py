@@ -75,7 +75,6 @@ class Sweep:
         self._cache_bytes = cache_bytes
         self._base: dict[str, np.ndarray] = {}
         self._maskings: dict[tuple, Masking] = {}
-        self._checked: set[tuple[Path, str]] = set()
 
     @classmethod
     def of_job(cls, job) -> Sweep:
@@ -227,18 +226,29 @@ class Sweep:
     def _read(self, checkpoint: Checkpoint, name: str) -> np.ndarray:
         """A tensor's raw numbers, flat. UserError naming it when it holds NaN or infinity."""
         raw = checkpoint.read(name).reshape(-1)
-        if (checkpoint.path, name) not in self._checked:
-            if not is_finite(raw, checkpoint.tensors[name].form):
-                raise UserError(
-                    f"{checkpoint.path}: tensor {name} holds NaN or infinity; "
-                    "that training run went wrong, repeat it (a smaller learning rate may help)"
-                )
-            self._checked.add((checkpoint.path, name))
+        self._require_finite(checkpoint, name, raw)
         return raw
 
     def _wide(self, checkpoint: Checkpoint, name: str) -> np.ndarray:
-        raw = self._read(checkpoint, name)
-        return widen(raw, checkpoint.tensors[name].form, np.empty(len(raw), self.model.tensors[name].form.wide))
+        """A tensor widened, flat; read in pieces, so that no raw copy of it is needed beside."""
+        stored = checkpoint.tensors[name]
+        wide, piece = (
+            np.empty(stored.size, self.model.tensors[name].form.wide),
+            np.empty(4 * CHUNK, stored.form.storage),
+        )
+        for start in range(0, stored.size, len(piece)):
+            raw = piece[: min(len(piece), stored.size - start)]
+            checkpoint.read_into(name, start, raw)
+            self._require_finite(checkpoint, name, raw)
+            widen(raw, stored.form, wide[start : start + len(raw)])
+        return wide
+
+    def _require_finite(self, checkpoint: Checkpoint, name: str, raw: np.ndarray) -> None:
+        if not is_finite(raw, checkpoint.tensors[name].form):
+            raise UserError(
+                f"{checkpoint.path}: tensor {name} holds NaN or infinity; "
+                "that training run went wrong, repeat it (a smaller learning rate may help)"
+            )
 
     def _theta(self, name: str) -> np.ndarray:
         """theta_0's raw numbers, kept while all of them fit into the cache."""

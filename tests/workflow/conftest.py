@@ -15,7 +15,8 @@ PROJECT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 PARTS = (
     "Snakefile", "rules", "src", "config.yaml", "presets", "profiles", "envs", "requirements.lock",
-    "sources.lock.yaml", "aliases.yaml", "dvc.yaml", ".dvc", ".dvcignore", ".gitignore", ".gitattributes",
+    "sources.lock.yaml", "aliases.yaml", "claims.yaml", "reference", "dvc.yaml",
+    ".dvc", ".dvcignore", ".gitignore", ".gitattributes",
     "store/.gitignore",
 )  # fmt: skip
 

@@ -10,7 +10,9 @@ from grafting.provenance import runs
 from grafting.provenance.store import Store
 
 STORE = Store()
-PLAN = str(write_plan(STUDY.jobs, Path("work/plans"), STUDY.config.saving.model_dump()))
+PLAN = str(
+    write_plan(STUDY.jobs, Path("work/plans"), {**STUDY.config.saving.model_dump(), "tracking": STUDY.config.tracking})
+)
 
 
 wildcard_constraints:

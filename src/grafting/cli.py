@@ -257,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
     sub.add_argument("--print-recipe", action="store_true", help="print the recipe (of a mergekit file), and stop")
     sub = verb(estimate)
     sub.add_argument("configfile", type=Path, nargs="*", default=[], help="overlays on config.yaml, as a preset")
-    sub.add_argument("--throughput", type=Path, help="a table of your own, in the form of presets/throughput.yaml")
+    sub.add_argument("--throughput", type=Path, help="a table of your own, in the form of throughput.yaml")
     options = parser.parse_args(arguments)
     try:
         return options.function(options)

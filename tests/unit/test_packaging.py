@@ -261,7 +261,7 @@ def test_assumptions_cover_the_config_and_nothing_else():
     leaves = list(_leaves(CONFIG))
     unknown = [key for key in keys if not any(_covers(key, leaf) for leaf in leaves)]
     assert unknown == []
-    exempt = {"preset", "data_root"}
+    exempt = {"preset", "data_root", "tracking"}
     missing = [
         leaf
         for leaf in leaves

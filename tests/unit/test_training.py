@@ -86,6 +86,9 @@ class Job:
     def say(self, line):
         self.said.append(line)
 
+    def track(self, label, record):
+        pass
+
     def progress(self, total, label, unit="step"):
         class Silent:
             def update(self, n=1, **shown): ...

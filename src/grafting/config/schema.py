@@ -248,6 +248,9 @@ class Saving(Section):
     budget_seconds: Rate | None = None
 
 
+Tracking = Literal["tensorboard", "wandb"]
+
+
 class Config(Section):
     """The whole experiment."""
 
@@ -275,6 +278,7 @@ class Config(Section):
     rollout: Rollout
     selection: Selection
     saving: Saving = Saving()
+    tracking: Tracking | None = None
 
     @field_validator("seeds", "model_seeds", "tasks", "styles", "protocols")
     @classmethod

@@ -17,6 +17,7 @@ from grafting.plan.code import PROJECT
 from grafting.plan.sources import files_of
 from grafting.plan.study import Study
 from grafting.provenance.store import Store
+from grafting.provenance.tracking import check_tracker
 from grafting.tasks import known_priors
 from grafting.tasks.sources import check_sources, read_sources
 
@@ -85,6 +86,7 @@ def load_study(*overlays: dict, folder: Path = Path("."), preview: bool = False)
         return study
     check_aliases(study.aliases, study.jobs.values(), store)
     check_at_hand(study, store)
+    check_tracker(study.config.tracking)
     markers, marker = list((folder / "results").glob("report-*.json")), store.sentinel(study.report)
     if len(markers) > 1:  # two branches were merged: which of them the results are of is not known
         for path in markers:

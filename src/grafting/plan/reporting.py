@@ -15,6 +15,7 @@ LOCAL = {
     "data_root": True,
     "own_tasks": True,
     "saving": True,
+    "tracking": True,
     "judge": {"endpoint", "api_key_variable", "timeout_seconds", "attempts", "pause_seconds", "parallel"},
     "lineage": {"deployed": {"path"}, "donors": {"__all__": {"path"}}},
 }

@@ -32,6 +32,7 @@ from grafting.plan.planfile import read_job, read_manifest, read_settings
 from grafting.provenance import allocation, devices, facts, saving
 from grafting.provenance.progress import Progress
 from grafting.provenance.store import Store
+from grafting.provenance.tracking import Tracker
 
 FORMAT = 1
 #: Faults of the disk or of a folder that a user can mend.
@@ -72,6 +73,8 @@ class RunningJob:
         self._wall, self._cpu = time.monotonic(), time.process_time()
         self._earlier = {"cpu_seconds": 0.0, "wall_seconds": 0.0, "peak_memory_bytes": 0, "sessions": 0}
         self.saving = saving.Saver(self.work, settings, self.say, job.code, self.account, self._carry, started)
+        folder = store.root / "work" / "tracking"
+        self._tracker = Tracker(self.saving.settings.tracking, f"{job.name}-{job.key}", folder, self.say)
 
     @property
     def input_keys(self) -> dict[str, list[str]]:
@@ -117,6 +120,14 @@ class RunningJob:
     def progress(self, total: int, label: str, unit: str = "step") -> Progress:
         """A counter that says rate and time left every ten seconds."""
         return Progress(total, label, unit, self.say)
+
+    def close(self) -> None:
+        """The job is over, or leaves."""
+        self._tracker.close()
+
+    def track(self, label: str, record: dict) -> None:
+        """Show a step's record to the tracker, if the configuration names one."""
+        self._tracker.log(label, record)
 
     def add_cost(self, **numbers: int) -> None:
         """Add to the counters of the job (tokens_generated, tokens_forwarded, tokens_backpropagated, flops)."""
@@ -226,6 +237,7 @@ def _compute(job: Job, store: Store, function, terminal, settings, started) -> N
         function(running)
         files = store.publish(job.id, out)
     finally:
+        running.close()
         shutil.rmtree(out, ignore_errors=True)
     account = running.account()
     cost = {

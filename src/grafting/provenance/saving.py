@@ -31,13 +31,15 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class Settings:
-    """The section `saving` of the configuration, which documents the keys. None switches a reason off."""
+    """The section `saving` of the configuration, which documents the keys, and its key `tracking`; all that a job
+    is told beside its spec. None switches a reason off."""
 
     seconds: float | None = 60.0
     steps: int | None = None
     share: float = 0.02
     signal: str | None = None
     budget_seconds: float | None = None
+    tracking: str | None = None
 
 
 def _nothing() -> dict[str, Any]:

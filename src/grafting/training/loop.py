@@ -135,6 +135,8 @@ def _train(model, batches, objective, settings: Settings, job, label: str, after
             objective.after_step(model)
         record = {"step": step + 1, "loss": loss, "lr": rate, "grad_norm": norm}
         records.append(record | objective.report(lambda sums: _sum(accelerator, sums)))
+        if accelerator.is_main_process:
+            job.track(label, records[-1])
         progress.update(1, loss=loss)
         if after_step is not None:
             after_step(step + 1)

@@ -47,9 +47,9 @@ def test_edited_loss_runs_the_jobs_of_its_objective_and_what_follows(study):
 
 
 def test_edited_figure_runs_only_the_report(study):
-    study.edit("src/grafting/analysis/figures.py", "LEGEND_INCHES = 1.65", "LEGEND_INCHES = 1.66")
+    study.edit("src/grafting/analysis/figures/frontier.py", '"prior accuracy (%)"', '"prior accuracy, %"')
     assert study.planned() == {"report": 1}
-    assert "module grafting.analysis.figures: changed" in study.grafting("why", "results/summary.md")
+    assert "module grafting.analysis.figures.frontier: changed" in study.grafting("why", "results/summary.md")
 
 
 def test_declared_refactor_runs_nothing_and_is_shown(study):

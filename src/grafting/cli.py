@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -137,7 +138,6 @@ def watch(options: argparse.Namespace) -> int:
 
 def submit(options: argparse.Namespace) -> int:
     """Run a preset on a cluster: calls Snakemake with a profile; --dry-run prints every sbatch line instead."""
-    import os
 
     from grafting.provenance.submit import command, dry_run
 
@@ -264,6 +264,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from grafting.plan import code
 from grafting.plan.aliases import Alias, Aliases
 from grafting.plan.jobs import Job
 from grafting.provenance import inspect, runner
+from grafting.provenance.files import write_json
 from grafting.provenance.store import Store
 from grafting.provenance.why import differences, why
 
@@ -172,11 +173,11 @@ def test_trace_and_why_of_a_job_whose_equal_has_another_name(tmp_path):
     assert f"It is {made.id}, which has the same key." in why(equal, {equal.id: equal}, store)[0]
 
 
-def test_find_follows_the_link_to_a_selected_model(tmp_path):
+def test_find_knows_the_job_of_a_selected_model(tmp_path):
     job_id = f"merge/g-{KEYS[0]}"
-    (tmp_path / "results" / "models").mkdir(parents=True)
-    (tmp_path / "results" / "models" / "graft.s0").symlink_to(f"../../store/{job_id}")
+    spec = {"selections": [{"models": {"graft.s0": 1}}, {}]}
+    write_json(tmp_path / "results" / "report.json", {"spec": spec, "inputs": {"models": ["merge/other", job_id]}})
     for target in ("results/models/graft.s0", "results/models/graft.s0/model.safetensors"):
         assert inspect.find(target, [job_id], tmp_path) == job_id
-    with pytest.raises(UserError, match="no such model"):
+    with pytest.raises(UserError, match=r"no such model; the report knows graft\.s0"):
         inspect.find("results/models/other", [job_id], tmp_path)

@@ -15,15 +15,11 @@ from grafting.provenance.store import Store
 def find(target: str, ids: list[str], root: Path = Path(".")) -> str:
     """The one id that `target` means: an id, its name without key, a path of its sentinel, payload, log or result.
 
-    root: the study's folder, for links such as `results/models/<name>`.
+    root: the study's folder, whose report says what `results/models/<name>` is.
     """
     text = target.removeprefix("./").rstrip("/")
     if text.startswith("results/models/"):
-        link = root / "/".join(text.split("/")[:3])
-        if not link.is_symlink():
-            raise UserError(f"{target}: no such model; results/models/ holds links to the selected ones")
-        text = link.readlink().as_posix()
-        text = "store/" + text.rpartition("store/")[2]
+        text = _selected(root / "results" / "report.json", text.split("/")[2])
     for folder in ("provenance/", "store/", "work/logs/", "work/"):
         text = text.removeprefix(folder)
     for ending in (".json", ".log"):
@@ -43,6 +39,19 @@ def find(target: str, ids: list[str], root: Path = Path(".")) -> str:
     shown = "\n  ".join(found[:8])
     more = f"\n  and {len(found) - 8} more" if len(found) > 8 else ""
     raise UserError(f"{target}: means {len(found)} jobs; name one of them:\n  {shown}{more}")
+
+
+def _selected(report: Path, name: str) -> str:
+    """The job that made a selected model, from the report's sidecar."""
+    try:
+        sidecar = json.loads(report.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{report}: {error}; run snakemake, which makes the report") from None
+    entries = sidecar["spec"].get("selections", [])
+    places = {name: i for entry in entries for name, i in entry.get("models", {}).items()}
+    if name not in places:
+        raise UserError(f"results/models/{name}: no such model; the report knows {', '.join(sorted(places)) or 'none'}")
+    return sidecar["inputs"]["models"][places[name]].partition(":")[0]
 
 
 def trace(job_id: str, store: Store, aliases: Aliases | None = None) -> Iterator[str]:

@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
             sub.add_argument("--since", metavar="REV", help="compare with the sentinels of a git revision")
     sub = verb(estimate)
     sub.add_argument("configfile", type=Path, nargs="*", default=[], help="overlays on config.yaml, as a preset")
-    sub.add_argument("--throughput", type=Path, help="a table of your own, in the form of presets/throughput.yaml")
+    sub.add_argument("--throughput", type=Path, help="a table of your own, in the form of throughput.yaml")
     verb(sources).add_argument("folders", type=Path, nargs="+")
     options = parser.parse_args(arguments)
     try:

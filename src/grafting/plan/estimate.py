@@ -18,7 +18,7 @@ from grafting.plan.code import PROJECT
 from grafting.plan.jobs import STAGES, Job
 from grafting.plan.study import Study
 
-TABLE = PROJECT / "presets" / "throughput.yaml"
+TABLE = PROJECT / "throughput.yaml"
 KEYS = {
     "device", "gpu_memory_gb", "forward_tflops", "training_tflops", "decode_tokens_per_second", "decode_parameters",
     "load_seconds", "utilisation", "bytes_per_parameter", "default_parameters", "parameters", "tokens",

@@ -86,6 +86,13 @@ def test_shared_beginnings_are_computed_once(model):
     assert sum(seen) <= 60 + 10 * 3 < sum(len(c) + 1 for c, _ in requests) / 3
 
 
+def test_batches_are_cut_where_padding_is_dear():
+    lengths = [10, 10, 12, 60, 61, 61, 61]
+    assert [list(b) for b in options.batches(lengths, 3, False)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [list(b) for b in options.batches(lengths, 8, True)] == [[0, 1, 2], [3, 4, 5, 6]]
+    assert options.batches([], 8, True) == []
+
+
 # ---- sampling ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (6, 0, 2), (4, 4, 4), (5, 3, 3), (8, 1, 8)])
 def test_pass_at_k_counts_the_draws(n, c, k):

@@ -27,7 +27,12 @@ class Setting(float):
         return format(float(self), spec) + "".join(f".{SHORT[name]}{value:g}" for name, value in self.changes.items())
 
     def __eq__(self, other: object) -> bool:
-        return float(self) == other and self.changes == getattr(other, "changes", {})
+        if not isinstance(other, int | float):
+            return NotImplemented
+        return float(self) == float(other) and self.changes == getattr(other, "changes", {})
+
+    def __ne__(self, other: object) -> bool:  # float has one of its own
+        return not self == other
 
     def __hash__(self) -> int:
         return hash((float(self), *sorted(self.changes.items()))) if self.changes else hash(float(self))

@@ -17,6 +17,8 @@ from grafting.models.forward import check_head
 
 # A shared beginning shorter than this is not worth a cache of its own.
 SHARED_TOKENS = 16
+# On a CPU so many tokens of padding cost about as much as reading the weights once more.
+PADDING_TOKENS = 32
 
 
 @dataclass
@@ -91,7 +93,7 @@ def option_loglikelihoods(
     Logits in float32. Equal to one forward pass per pair within rounding. `progress(n)` is told of n more pairs.
     """
     check_head(model)
-    apart = not attends_fully(model)
+    apart, on_cpu = not attends_fully(model), next(model.parameters()).device.type == "cpu"
     by_context: dict[tuple[int, ...], list[int]] = {}
     for number, (context, option) in enumerate(requests):
         inner = tuple(option[:-1]) if apart else ()
@@ -102,8 +104,8 @@ def option_loglikelihoods(
         # neighbours have like lengths, so that little is padding
         members = sorted(members, key=lambda i: len(contexts[i]))
         prefix = _prefix(model, contexts[members[0]][:shared]) if shared else None
-        for start in range(0, len(members), batch_size):
-            chosen = [by_context[contexts[i]] for i in members[start : start + batch_size]]
+        for batch in batches([len(contexts[i]) for i in members], batch_size, on_cpu):
+            chosen = [by_context[contexts[members[place]]] for place in batch]
             make = pack_apart if apart else pack
             packs = [make(requests[numbers[0]][0], [requests[n][1] for n in numbers]) for numbers in chosen]
             for numbers, scored in zip(chosen, _score(model, packs, shared, prefix, pad_id), strict=True):
@@ -112,6 +114,19 @@ def option_loglikelihoods(
             if progress is not None:
                 progress(sum(map(len, chosen)))
     return results
+
+
+def batches(lengths: Sequence[int], batch_size: int, thrifty: bool) -> list[range]:
+    """Places of ascending lengths, cut into batches; if `thrifty`, also where padding would cost more than a pass."""
+    found, start = [], 0
+    for place in range(1, len(lengths) + 1):
+        full = place == len(lengths) or place - start == batch_size
+        if not full and thrifty:
+            full = sum(lengths[place] - length for length in lengths[start:place]) > PADDING_TOKENS
+        if full:
+            found.append(range(start, place))
+            start = place
+    return found
 
 
 def attends_fully(model) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -176,9 +177,19 @@ def _mask_title(mask: str) -> str:
     )
 
 
+def _round_numbers(low: float, high: float, most: int = 4) -> list[float]:
+    """At most `most` round numbers between two positive ones, for a logarithmic axis; Matplotlib's own locator falls
+    back to evenly spaced ones below a decade, whose labels run into each other."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [m * 10.0**e for e in decades for m in (1, 1.5, 2, 3, 5, 7) if low <= m * 10.0**e <= high]
+    while len(found) > most:
+        found = found[::2]
+    return found
+
+
 def draw_cost(study: Study) -> Any | None:
     """Test accuracy against training FLOPs: of the selected checkpoint (marker), and of the whole search (line)."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
 
     panels = cells(study)
     if not panels:
@@ -216,7 +227,7 @@ def draw_cost(study: Study) -> Any | None:
                 drawn = True
         for row, (_, label) in enumerate(SUITES):
             axes[row][column].set_xscale("log")
-            axes[row][column].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes[row][column].xaxis.set_major_locator(FixedLocator(_round_numbers(*axes[row][column].get_xlim())))
             axes[row][column].xaxis.set_major_formatter(FuncFormatter(lambda x, _: si(x)))
             axes[row][column].xaxis.set_minor_formatter(NullFormatter())
             axes[row][column].set_ylabel(label)

@@ -1,5 +1,5 @@
-"""The page in a real browser: it sorts, filters, leads to records, works by keyboard and on a phone, asks for "
-"nothing."""
+"""The page in a real browser: it sorts, filters, leads to records, works by keyboard and on a phone, and asks for
+nothing."""
 
 from __future__ import annotations
 

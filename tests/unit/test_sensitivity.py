@@ -394,7 +394,7 @@ def inputs(tmp_path_factory):
     )
     (root / "prior").mkdir()
     spec = {"builder": "tiny.prior", "val_items": 1, "test_items": 1, "retention_items": 2, "seed": 1}
-    build_data(SimpleNamespace(spec=spec, out=root / "prior", id="data/prior"))
+    build_data(SimpleNamespace(spec=spec, out=root / "prior", id="data/prior", places={}))
     return {"model": root / "model", "prior": root / "prior"}
 
 

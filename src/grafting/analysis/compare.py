@@ -22,7 +22,7 @@ import yaml
 from grafting.analysis.collect import COUNTS
 from grafting.analysis.statistics import combine
 from grafting.errors import UserError
-from grafting.provenance.inspect import flatten
+from grafting.provenance.why import ABSENT, differences
 
 SCOPE = ["protocol", "style", "method", "task", "suite"]
 
@@ -79,8 +79,8 @@ class Results:
         return None if text is None else pd.read_csv(io.StringIO(text))
 
     def settings(self) -> dict[str, Any]:
-        """Dotted key -> value of the resolved configuration."""
-        return dict(flatten(yaml.safe_load(self.text("config.resolved.yaml") or "{}")))
+        """The resolved configuration; {} without one."""
+        return yaml.safe_load(self.text("config.resolved.yaml") or "{}")
 
     def claims(self) -> dict[str, Any]:
         """claims.json; {} without one."""
@@ -171,11 +171,9 @@ def _section(title: str, lines: list[str]) -> list[str]:
 
 
 def _settings(before: Results, after: Results) -> list[str]:
-    old, new = before.settings(), after.settings()
     return [
-        f"{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key, "(absent)") != new.get(key, "(absent)")
+        f"{key}: {' -> '.join('(absent)' if value is ABSENT else str(value) for value in (old, new))}"
+        for key, old, new in differences(before.settings(), after.settings())
     ]
 
 

@@ -29,6 +29,7 @@ def begin():
             sys.exit(2)
         cluster.take_over(Path.cwd())
         cluster.wake_after_submission(workflow)
+        cluster.choose_status_command(workflow.executor_settings)
     else:
         if gpus := workflow.global_resources.get("gpu").value:
             wants = workflow.resource_settings.overwrite_resources.items()

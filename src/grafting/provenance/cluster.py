@@ -279,3 +279,12 @@ def wake_after_submission(workflow) -> None:
     for name in ("_report_job_submission_threadsafe", "_report_job_error_threadsafe"):
         if hasattr(executor, name):
             setattr(executor, name, woken(getattr(executor, name)))
+
+
+def choose_status_command(settings) -> None:
+    """Let the plugin ask squeue where accounting is off; it would choose sacct because the program is there.
+
+    With the plugin's version 2.8.0 a failed question forgets the jobs it was about, and the run waits for ever.
+    """
+    if settings.status_command == "sacct" and ask("sacct", "--noheader", "--allocations").returncode:
+        settings.status_command = "squeue"

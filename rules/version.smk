@@ -28,7 +28,6 @@ def begin():
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
         cluster.take_over(Path.cwd())
-        cluster.wake_after_submission(workflow)
         cluster.choose_status_command(workflow.executor_settings)
     else:
         if gpus := workflow.global_resources.get("gpu").value:

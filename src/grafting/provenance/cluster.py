@@ -259,28 +259,6 @@ def take_over(folder: Path) -> None:
         print(f"SLURM: an earlier run's jobs still run and are left to finish: {shown}", file=sys.stderr)
 
 
-def wake_after_submission(workflow) -> None:
-    """Let the scheduler notice every submission at once; without this a lone job can be waited for for ever.
-
-    Version 2.8.0 of the plugin submits in a thread and reports back through an event loop that runs only while the
-    scheduler is awake. If `sbatch` takes longer than the second after which the scheduler looks again, the report
-    stays in the loop: with no other job to wake it, the end of the job is never asked for.
-    """
-    scheduler = workflow.scheduler
-    executor = scheduler._executor
-
-    def woken(report):
-        def report_and_wake(*arguments) -> None:
-            report(*arguments)
-            scheduler._open_jobs.release()
-
-        return report_and_wake
-
-    for name in ("_report_job_submission_threadsafe", "_report_job_error_threadsafe"):
-        if hasattr(executor, name):
-            setattr(executor, name, woken(getattr(executor, name)))
-
-
 def choose_status_command(settings) -> None:
     """Let the plugin ask squeue where accounting is off; it would choose sacct because the program is there.
 

@@ -51,9 +51,17 @@ class Past:
         except ValueError:
             return None
 
+    def _record(self, path: str) -> dict | None:
+        """The sidecar behind a sentinel: its content; a report's sentinel holds its id only (see `Store.sentinel`)."""
+        found = self._read(path)
+        if found is None or found.keys() != {"id"}:
+            return found
+        report = self._read("results/report.json")
+        return report if report is not None and report.get("id") == found["id"] else found
+
     def sidecar(self, job_id: str) -> dict | None:
-        """The sentinel's content; None if there is none."""
-        return self._read(self.store.sentinel(job_id).relative_to(self.store.root).as_posix())
+        """The job's sidecar; None if there is none."""
+        return self._record(self.store.sentinel(job_id).relative_to(self.store.root).as_posix())
 
     def manifest(self, code: str) -> dict | None:
         """What a code digest was made of; None if that is not recorded."""
@@ -68,7 +76,7 @@ class Past:
         else:
             paths = [p for p in self._files if p.rpartition("/")[0] == folder]
         named = [p for p in paths if p.rpartition("/")[2].rpartition("-")[0] == prefix + job.name]
-        return [sidecar for path in sorted(named) if (sidecar := self._read(path)) is not None]
+        return [sidecar for path in sorted(named) if (sidecar := self._record(path)) is not None]
 
 
 def _git(store: Store, *arguments: str) -> bytes:

@@ -70,6 +70,11 @@ class Folder:
         """Sentinel -> hashes of the payload's files, as recorded."""
         return {name: sidecar["payload"] for name, sidecar in self.sidecars().items() if "payload" in sidecar}
 
+    def contents(self) -> dict[str, dict]:
+        """`<stage>/<key>` -> hashes of the payload's files. Of two jobs with one key the first makes it, and the other
+        becomes a link: which one that is, and so under which name it lies, is the order of a run."""
+        return {f"{n.partition('/')[0]}/{n[-17:-5]}": payload for n, payload in self.payloads().items()}
+
     def git(self, *arguments: str) -> str:
         identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
         return self.run("git", *identity, *arguments).stdout

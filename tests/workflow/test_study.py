@@ -74,7 +74,7 @@ def test_new_scale_computes_one_point_per_sweep_and_links_the_rest(study):
 def test_same_job_gives_the_same_bytes(finished, tmp_path):
     again = new_folder(tmp_path / "again")
     again.snakemake("--cores", "2")
-    assert again.payloads() == finished.payloads()
+    assert again.contents() == finished.contents()
 
 
 def test_payloads_come_back_from_dvc(study):
@@ -146,7 +146,7 @@ def test_mark_of_a_killed_run_hides_nothing(study):
 
 
 def test_removed_training_record_is_made_again_and_no_payload_changes(study):
-    before = study.payloads()
+    before = study.contents()
     victim = next((study.root / "provenance" / "train").glob("wug.own.opsd.deployed.*.json"))
     victim.unlink()
     next((study.root / "results").glob("report-smoke-*.json")).unlink()
@@ -154,4 +154,4 @@ def test_removed_training_record_is_made_again_and_no_payload_changes(study):
     assert {"train", "report"} <= set(study.planned())
     study.snakemake("--cores", "2")
     assert victim.exists()
-    assert study.payloads() == before
+    assert study.contents() == before

@@ -154,6 +154,21 @@ def test_points_keep_their_keys_when_a_scale_is_added(default):
     assert points(default) < more
 
 
+def test_masks_per_tensor_are_further_points_and_move_no_other(default):
+    def points(s: Study) -> dict[str, str]:
+        return {p["key"]: p["name"] for j in s.jobs.values() if j.stage == "evaluate" for p in j.spec.get("points", [])}
+
+    candidates = DEFAULT["graft"]["masks"]["candidates"]
+    # what is the default may be said, and changes nothing
+    said = study(graft={"masks": {"candidates": [{**c, "per": "model"} for c in candidates]}})
+    assert set(said.jobs) == set(default.jobs)
+    more = study(graft={"masks": {"candidates": [*candidates, {**candidates[0], "per": "tensor"}]}})
+    assert set(new_jobs(default, more)) == {"evaluate", "select", "merge", "report"}
+    added = points(more).items() - points(default).items()
+    assert points(default).keys() < points(more).keys()
+    assert added and all(".kfac-fisher-0.01-tensor" in name for _, name in added)
+
+
 def test_moving_the_data_moves_no_key(default):
     assert set(study(data_root="/somewhere").jobs) == set(default.jobs)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from grafting.errors import UserError
-from grafting.models import save_model
+from grafting.models import load_model, save_model
 from grafting.models.scratch import new_model, new_tokenizer
 from grafting.sensitivity import likelihood, stage, streaming
 from grafting.sensitivity.diagonal import diagonal_fisher
@@ -22,6 +22,7 @@ from grafting.sensitivity.kfac import eigenbases, kfac_factors, linear_layers
 from grafting.sensitivity.likelihood import Sequence, encode, sample_labels
 from grafting.sensitivity.masks import Mask, apply_mask, mask_report
 from grafting.sensitivity.selection import cuts
+from grafting.sensitivity.upcasting import load_narrow, upcast_in_use
 from grafting.tasks.stage import run as build_data
 from grafting.tasks.tiny_language import VOCABULARY as VOCABULARY_TINY
 
@@ -443,6 +444,45 @@ def test_groups_of_layers_give_the_same_bytes(model, tmp_path, estimator):
     assert traces["whole"] == traces["parts"]
     library = (tmp_path / "library").read_bytes()
     assert (tmp_path / "whole").read_bytes() == library == (tmp_path / "parts").read_bytes()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_kept_in_16_bits_give_what_they_give_in_float32(tmp_path, tied, dtype, bias):
+    """The same likelihoods and estimates as of the model loaded in float32, layers together and one at a time."""
+    torch.manual_seed(1)
+    small = LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, hidden_size=8, intermediate_size=12, num_hidden_layers=2,
+                    num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied, attention_bias=bias)
+    ).to(dtype).eval()  # fmt: skip
+    for parameter in small.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    small.save_pretrained(tmp_path / "model")
+    narrow, wide = load_narrow(tmp_path / "model"), load_model(tmp_path / "model", "float32")
+    kept = {name for name, p in narrow.named_parameters() if p.dtype == dtype}
+    linear = {f"{name}.weight" for name in linear_layers(wide)}
+    assert kept == linear | (set() if tied else {"model.embed_tokens.weight"})
+    assert upcast_in_use(wide) is wide
+    for estimator in ("diagonal", "kfac"):
+        found = {}
+        for name, model, budget in (("wide", wide, 1 << 30), ("narrow", narrow, 1 << 30), ("parts", narrow, 1)):
+            streaming.write_estimate(
+                model, SEQUENCES, estimator, tmp_path / f"{estimator}.{name}", fisher="true", seed=3, budget=budget
+            )
+            found[name] = load_file(tmp_path / f"{estimator}.{name}")
+        assert {name: p.dtype for name, p in narrow.named_parameters() if p.dtype == dtype}.keys() == kept
+        for name, expected in found["wide"].items():
+            if estimator == "kfac" and name.endswith("vectors"):  # their signs are free
+                a, b = (
+                    (f[name] * f[name.replace("vectors", "values")]) @ f[name].T
+                    for f in (found["narrow"], found["wide"])
+                )
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
+                continue
+            torch.testing.assert_close(found["narrow"][name], expected, rtol=1e-4, atol=1e-6 * float(expected.max()))
+        for name, expected in found["narrow"].items():
+            assert torch.equal(found["parts"][name], expected)
 
 
 @pytest.mark.parametrize(

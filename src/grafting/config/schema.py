@@ -168,6 +168,11 @@ class MaskCandidate(Section):
     estimator: Literal["kfac", "diagonal"]
     rank: Literal["fisher", "fisher_delta2", "random"]
     fraction: Fraction
+    per: Literal["model", "tensor"] = "model"
+
+    def spec(self) -> dict[str, Any]:
+        """What of it enters a recipe: a mask over the whole model is described as it was before there were others."""
+        return {key: value for key, value in self.model_dump().items() if (key, value) != ("per", "model")}
 
 
 class Masks(Section):

@@ -86,14 +86,16 @@ class Family:
 
 
 def mask_name(mask: MaskCandidate | None) -> str:
-    """`kfac-fisher-0.01`, or `none`."""
-    return "none" if mask is None else f"{mask.estimator}-{mask.rank}-{mask.fraction:g}"
+    """`kfac-fisher-0.01`, `kfac-fisher-0.01-tensor` with the fraction of every tensor, or `none`."""
+    if mask is None:
+        return "none"
+    return f"{mask.estimator}-{mask.rank}-{mask.fraction:g}" + ("" if mask.per == "model" else f"-{mask.per}")
 
 
 def _recipe(operator: str, scale: float, mask: MaskCandidate | None = None, density: float | None = None) -> dict:
     recipe: dict[str, Any] = {"operator": operator, "scale": scale}
     if mask is not None:
-        recipe["mask"] = {**mask.model_dump(), "seed": 0}
+        recipe["mask"] = {**mask.spec(), "seed": 0}
     if density is not None:
         recipe["density"] = density
     return recipe

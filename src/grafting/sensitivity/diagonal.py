@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grafting.errors import UserError
 from grafting.sensitivity.likelihood import Sequence, negative_log_likelihood
+from grafting.sensitivity.upcasting import widened
 
 
 def diagonal_fisher(
@@ -33,20 +34,21 @@ def diagonal_fisher(
     chosen = {name: p for name, p in model.named_parameters() if only is None or name in only}
     names, parameters = list(chosen), list(chosen.values())
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-    for sequence in sequences:
-        loss = negative_log_likelihood(model, [sequence], fisher, seed)
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        for total, gradient in zip(sums, gradients):
-            if gradient is not None:  # a parameter the likelihood does not reach has Fisher information 0
-                gradient = gradient.float()
-                total.addcmul_(gradient, gradient)
-        if not torch.isfinite(loss):
-            raise UserError(
-                f"the log-likelihood of retention example {sequence.id} is not finite: "
-                "the model is broken or the example is not in its vocabulary"
-            )
-        if progress is not None:
-            progress.update(1)
+    with widened(parameters):
+        for sequence in sequences:
+            loss = negative_log_likelihood(model, [sequence], fisher, seed)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for total, gradient in zip(sums, gradients):
+                if gradient is not None:  # a parameter the likelihood does not reach has Fisher information 0
+                    gradient = gradient.float()
+                    total.addcmul_(gradient, gradient)
+            if not torch.isfinite(loss):
+                raise UserError(
+                    f"the log-likelihood of retention example {sequence.id} is not finite: "
+                    "the model is broken or the example is not in its vocabulary"
+                )
+            if progress is not None:
+                progress.update(1)
     result = {name: total.div_(len(sequences)).cpu() for name, total in zip(names, sums)}
     for name, values in result.items():
         if not torch.isfinite(values).all():

@@ -52,9 +52,12 @@ def kfac_factors(
         for name, m in layers.items()
     }
     real: Tensor = torch.zeros(0)
+    forwards = True
 
     def watch(name):
         def hook(_, inputs, output):
+            if not forwards:  # activations formed again on the way back were counted
+                return
             a = inputs[0].detach()[real].float()  # [tokens, in]; padding left out
             sums[name][0].add_((a.T @ a).cpu())
 
@@ -73,7 +76,9 @@ def kfac_factors(
             group = sequences[start : start + batch_size]
             batch = pad(group)
             real = batch[1].to(model.device)
+            forwards = True
             loss = negative_log_likelihood(model, group, fisher, seed, batch)
+            forwards = False
             # asking for the embeddings' gradient alone walks the whole graph but forms no other weight's
             torch.autograd.grad(loss, model.get_input_embeddings().weight)
             tokens += int(real.sum())

@@ -3,7 +3,8 @@
 spec    {"estimator": "diagonal" | "kfac", "fisher": "true" | "empirical", "seed", "threads"}
 inputs  model (directory), prior (data folder; its retention.jsonl, responses in the first style)
 payload diagonal.safetensors or kfac.safetensors (see diagonal.py, kfac.py), and report.json. What does not fit
-        into memory is estimated a group of layers at a time (see streaming.py)
+        into memory is estimated a group of layers at a time (see streaming.py), on a model that is kept in the
+        16 bits it was saved in and computed with in float32 (see upcasting.py)
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import json
 
 from grafting.errors import UserError
-from grafting.models import count_parameters, load_model, load_tokenizer
+from grafting.models import count_parameters, load_tokenizer
 from grafting.rollouts.runtime import device, prepare
 from grafting.sensitivity.likelihood import FISHERS, encode
 from grafting.sensitivity.streaming import passes, write_estimate
+from grafting.sensitivity.upcasting import load_narrow
 from grafting.tasks import load_examples, load_info
 
 
@@ -27,7 +29,7 @@ def run(job) -> None:
             f"use diagonal or kfac, and one of {', '.join(FISHERS)}"
         )
     prepare(job.spec["threads"], seed)
-    model = load_model(job.input("model")).to(device())
+    model = load_narrow(job.input("model")).to(device())
     prior = job.input("prior")
     style = load_info(prior)["styles"][0]
     sequences = encode(load_tokenizer(job.input("model")), load_examples(prior, "retention"), style)

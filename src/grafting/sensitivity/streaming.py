@@ -2,7 +2,8 @@
 
 Every group costs a pass over the retention data. Labels are drawn by example, so all passes see the same ones,
 and the file has the same bytes however many groups there are. Of a model of 7 B parameters the K-FAC factors
-take 130 GB and its diagonal 28 GB; a group takes at most `BUDGET`.
+take 130 GB and its diagonal 28 GB; a group takes at most `BUDGET`, and the model what its 16 bits take
+(upcasting.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from grafting.models.safefiles import Planned, ShardFile
 from grafting.sensitivity.diagonal import diagonal_fisher
 from grafting.sensitivity.kfac import eigenbases, kfac_factors, linear_layers
 from grafting.sensitivity.likelihood import Sequence
+from grafting.sensitivity.upcasting import is_narrow
 
 BUDGET = 4 << 30
 
@@ -59,7 +61,8 @@ def passes(model, estimator: str, budget: int = BUDGET) -> int:
 def _sizes(model, estimator: str) -> dict[str, int]:
     """Bytes of the sums, and of what is made from them, per parameter or layer."""
     if estimator == "diagonal":
-        return {name: 8 * p.numel() for name, p in model.named_parameters()}  # the sum, and a gradient
+        # the sum, a gradient, and a weight that is widened for it
+        return {name: (12 if is_narrow(p) else 8) * p.numel() for name, p in model.named_parameters()}
     return {n: 3 * 8 * (m.in_features**2 + m.out_features**2) for n, m in linear_layers(model).items()}
 
 

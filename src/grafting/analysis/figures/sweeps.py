@@ -163,18 +163,23 @@ def draw_masks(study: Study) -> Any | None:
     return figure
 
 
-def _mask_order(mask: str) -> tuple[str, float, bool, str]:
+def _mask_parts(mask: str) -> tuple[str, str, float, bool]:
+    """Estimator, rank, fraction, and whether that is of every tensor: of `kfac-fisher-0.01[-tensor]`."""
     estimator, rank, fraction = mask.split("-", 2)
-    return estimator, float(fraction), rank == "random", rank
+    return estimator, rank, float(fraction.removesuffix("-tensor")), fraction.endswith("-tensor")
+
+
+def _mask_order(mask: str) -> tuple[str, bool, float, bool, str]:
+    estimator, rank, fraction, per_tensor = _mask_parts(mask)
+    return estimator, per_tensor, fraction, rank == "random", rank
 
 
 def _mask_title(mask: str) -> str:
     if mask == "none":
         return "no mask"
-    estimator, rank, fraction = mask.split("-", 2)
-    return (
-        f"{ {'kfac': 'K-FAC'}.get(estimator, estimator) } {rank.replace('_delta2', '·Δ²')} {100 * float(fraction):g} %"
-    )
+    estimator, rank, fraction, per_tensor = _mask_parts(mask)
+    share = f"{100 * fraction:g} %" + (" per tensor" if per_tensor else "")
+    return f"{ {'kfac': 'K-FAC'}.get(estimator, estimator) } {rank.replace('_delta2', '·Δ²')} {share}"
 
 
 def _round_numbers(low: float, high: float, most: int = 4) -> list[float]:

@@ -1,10 +1,12 @@
 """What every rule shares. A rule's output is a sentinel; only its existence decides what is run."""
 
+import inspect
 import itertools
 import os
 from pathlib import Path
 
 from grafting.plan.bundles import bundles
+from grafting.plan.edges import telling_needs
 from grafting.plan.planfile import write_plan
 from grafting.provenance import runs
 from grafting.provenance.store import Store
@@ -13,6 +15,8 @@ STORE = Store()
 PLAN = str(
     write_plan(STUDY.jobs, Path("work/plans"), {**STUDY.config.saving.model_dump(), "tracking": STUDY.config.tracking})
 )
+MADE = {i for i in STUDY.jobs if STORE.sentinel(i).exists()}
+NEEDS = telling_needs(STUDY.jobs, MADE)
 
 
 wildcard_constraints:
@@ -37,19 +41,28 @@ def job_of(stage, wildcards):
         raise WorkflowError(f"{stage}/{wildcards.job} is not part of this configuration's plan") from None
 
 
+def signed(function):
+    """The function with its signature written down: Snakemake asks for it many times per job."""
+    function.__signature__ = inspect.signature(function)
+    return function
+
+
 def needed_by(stage):
     """Input function: the sentinels a job waits for."""
-    return lambda wildcards: [sentinel(i) for i in job_of(stage, wildcards).needs()]
-
-
-def spec_of(stage):
-    """Params function: the job's canonical spec."""
-    return lambda wildcards: job_of(stage, wildcards).spec_string
+    return signed(lambda wildcards: [sentinel(i) for i in NEEDS[job_of(stage, wildcards).id]])
 
 
 def threads_of(stage):
-    """Threads function."""
-    return lambda wildcards: job_of(stage, wildcards).threads
+    """Threads: a number if all jobs of the stage agree, else a function."""
+    threads = {job.threads for job in STUDY.jobs.values() if job.stage == stage}
+    if len(threads) == 1:
+        return threads.pop()
+    return signed(lambda wildcards: job_of(stage, wildcards).threads)
+
+
+def growing(amount):
+    """Resource function: the amount, multiplied by the number of the attempt."""
+    return signed(lambda wildcards, attempt: amount * attempt)
 
 
 # A profile with `group-components: {small: N}` lets N jobs share one scheduler job; `max-threads` is then the number
@@ -74,8 +87,7 @@ def make_bundles():
     if workflow.is_main_process:
         cpus = workflow.resource_settings.max_threads
         accelerated = [rule for rule, wants in workflow.resource_settings.overwrite_resources.items() if "gpu" in wants]
-        made = {i for i in STUDY.jobs if STORE.sentinel(i).exists()}
-        BUNDLES.update(bundles(STUDY.jobs, small(), alone=accelerated, done=made))
+        BUNDLES.update(bundles(STUDY.jobs, small(), alone=accelerated, done=MADE))
     else:
         # on a node: the plugin does not pass this on
         workflow.group_settings.group_components = {"small": TARGETS}
@@ -104,4 +116,4 @@ def bundle_of(stage):
         workflow.parent_groupids[f"small-{number}"] = "small"
         return f"small-{number}"
 
-    return name
+    return signed(name)

@@ -16,11 +16,10 @@ rule data:
         "../envs/cpu.yaml"
     threads: threads_of("data")
     resources:
-        mem_mb=lambda wildcards, attempt: 1000 * attempt,
-        runtime=lambda wildcards, attempt: 30 * attempt,
+        mem_mb=growing(1000),
+        runtime=growing(30),
     params:
         plan=PLAN,
-        spec=spec_of("data"),
     message:
         "data {wildcards.job}"
     shell:

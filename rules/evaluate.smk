@@ -16,11 +16,10 @@ rule evaluate:
         "../envs/cpu.yaml"
     threads: threads_of("evaluate")
     resources:
-        mem_mb=lambda wildcards, attempt: 2000 * attempt,
-        runtime=lambda wildcards, attempt: 120 * attempt,
+        mem_mb=growing(2000),
+        runtime=growing(120),
     params:
         plan=PLAN,
-        spec=spec_of("evaluate"),
     message:
         "evaluate {wildcards.job}"
     shell:
@@ -42,11 +41,10 @@ rule select:
         "../envs/cpu.yaml"
     threads: threads_of("select")
     resources:
-        mem_mb=lambda wildcards, attempt: 500 * attempt,
-        runtime=lambda wildcards, attempt: 10 * attempt,
+        mem_mb=growing(500),
+        runtime=growing(10),
     params:
         plan=PLAN,
-        spec=spec_of("select"),
     message:
         "select {wildcards.job}"
     shell:

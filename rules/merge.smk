@@ -16,11 +16,10 @@ rule merge:
         "../envs/cpu.yaml"
     threads: threads_of("merge")
     resources:
-        mem_mb=lambda wildcards, attempt: 2000 * attempt,
-        runtime=lambda wildcards, attempt: 60 * attempt,
+        mem_mb=growing(2000),
+        runtime=growing(60),
     params:
         plan=PLAN,
-        spec=spec_of("merge"),
     message:
         "merge {wildcards.job}"
     shell:

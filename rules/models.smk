@@ -16,12 +16,11 @@ rule models:
         "../envs/cpu.yaml"
     threads: threads_of("models")
     resources:
-        mem_mb=lambda wildcards, attempt: 2000 * attempt,
-        runtime=lambda wildcards, attempt: 480 * attempt,
+        mem_mb=growing(2000),
+        runtime=growing(480),
     params:
         plan=PLAN,
         module=("grafting.training.lineage" if STUDY.config.lineage.kind == "scratch" else "grafting.models"),
-        spec=spec_of("models"),
     message:
         "models {wildcards.job}"
     shell:

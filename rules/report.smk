@@ -15,8 +15,8 @@ rule report:
     conda:
         "../envs/cpu.yaml"
     resources:
-        mem_mb=lambda wildcards, attempt: 2000 * attempt,
-        runtime=lambda wildcards, attempt: 30 * attempt,
+        mem_mb=growing(2000),
+        runtime=growing(30),
     params:
         plan=PLAN,
     message:

@@ -16,11 +16,10 @@ rule rollout:
         "../envs/cpu.yaml"
     threads: threads_of("rollout")
     resources:
-        mem_mb=lambda wildcards, attempt: 2000 * attempt,
-        runtime=lambda wildcards, attempt: 60 * attempt,
+        mem_mb=growing(2000),
+        runtime=growing(60),
     params:
         plan=PLAN,
-        spec=spec_of("rollout"),
     message:
         "rollout {wildcards.job}"
     shell:

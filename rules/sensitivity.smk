@@ -16,11 +16,10 @@ rule sensitivity:
         "../envs/cpu.yaml"
     threads: threads_of("sensitivity")
     resources:
-        mem_mb=lambda wildcards, attempt: 3000 * attempt,
-        runtime=lambda wildcards, attempt: 120 * attempt,
+        mem_mb=growing(3000),
+        runtime=growing(120),
     params:
         plan=PLAN,
-        spec=spec_of("sensitivity"),
     message:
         "sensitivity {wildcards.job}"
     shell:

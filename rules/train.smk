@@ -16,11 +16,10 @@ rule train:
         "../envs/cpu.yaml"
     threads: threads_of("train")
     resources:
-        mem_mb=lambda wildcards, attempt: 2000 * attempt,
-        runtime=lambda wildcards, attempt: 240 * attempt,
+        mem_mb=growing(2000),
+        runtime=growing(240),
     params:
         plan=PLAN,
-        spec=spec_of("train"),
     message:
         "train {wildcards.job}"
     shell:

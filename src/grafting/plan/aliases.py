@@ -51,6 +51,9 @@ class Aliases:
     code: dict[str, Alias] = field(default_factory=dict)
     keys: dict[str, Alias] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        return bool(self.code or self.keys)
+
     def steps(self, kind: str, new: str) -> list[Alias]:
         """The entries from `new` to the oldest, in order; empty if nothing is declared."""
         entries: dict[str, Alias] = getattr(self, kind)

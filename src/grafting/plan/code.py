@@ -56,6 +56,7 @@ ENTRIES = {
 }
 
 
+@cache
 def _file(module: str) -> Path | None:
     path = PACKAGE.parent.joinpath(*module.split("."))
     for candidate in (path / "__init__.py", path.with_suffix(".py")):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from json.encoder import encode_basestring
+from json.encoder import encode_basestring as quote
 from typing import Any
 
 from grafting.provenance.files import canonical, text_digest
@@ -25,26 +25,66 @@ def key_of(reference: str) -> str:
 
 
 def quoted(texts: Iterable[str]) -> str:
-    """Canonical JSON of a list of texts, several times faster than `canonical`."""
-    return "[" + ",".join(map(encode_basestring, texts)) + "]"
+    """Canonical JSON of a list of texts, several times faster than `canonical`; `quote` is that of one text."""
+    return "[" + ",".join(map(quote, texts)) + "]"
 
 
-def point_keys(points: list[dict], settings: dict, inputs: dict[str, list[str]], code: str) -> Iterator[str]:
-    """The hash of the canonical JSON of ["point", recipe, settings, what it reads, code] of every point, put
-    together from pieces, since a study has tens of thousands."""
+def joined(fields: dict[str, str]) -> str:
+    """Canonical JSON of an object whose values are canonical JSON already."""
+    return "{" + ",".join(f'"{name}":{fields[name]}' for name in sorted(fields)) + "}"
+
+
+class Texts:
+    """Canonical JSON of small values that a study repeats tens of thousands of times, made once per value.
+
+    Values are told apart by who they are, not by what they hold: the caller keeps them and does not change them.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, str]] = {}
+
+    def of(self, value: object) -> str:
+        """Canonical JSON of a value."""
+        if (known := self._known.get(id(value))) is None:
+            self._known[id(value)] = known = (value, canonical(value))
+        return known[1]
+
+
+def with_terms(recipe: dict, terms: list[int], texts: Texts) -> tuple[dict, str]:
+    """A recipe with the places of its terms, and its canonical JSON: of all names in a recipe `terms` is the last."""
+    return {**recipe, "terms": terms}, f'{texts.of(recipe)[:-1]},"terms":[{",".join(map(str, terms))}]}}'
+
+
+def keyed_points(
+    points: list[dict], settings: dict, inputs: dict[str, list[str]], code: str, texts: Texts
+) -> tuple[list[dict], str]:
+    """The points of an evaluation with their keys, and canonical JSON of the list, put together from pieces.
+
+    A key is the hash of the canonical JSON of ["point", recipe, settings, what it reads, code].
+    points: `{"name", "recipe", "terms", "labels"}`; a recipe's terms stand beside it, as places in the inputs, since
+    many points share one recipe.
+    """
     keys = {role: [key_of(ref) for ref in refs] for role, refs in inputs.items()}
     model, prior, tasks = (quoted(keys[role]) for role in ("model", "prior", "tasks"))
     terms = [quoted(pair) for pair in zip(keys.get("trained", []), keys.get("donor", []), strict=True)]
     tail = f'{canonical(settings)},{{"model":{model},"prior":{prior}'
-    end = f"{canonical(code)}]"
+    end, plain = f"{canonical(code)}]", f'"tasks":{tasks}'
+    found, written = [], []
     for point in points:
-        recipe, read = point["recipe"], f'"tasks":{tasks}'
+        recipe, places = point["recipe"], point["terms"]
+        content = full = texts.of(recipe)
+        read, whole = plain, recipe
         if recipe is not None:
-            read += f',"terms":[{",".join(terms[i] for i in recipe["terms"])}]'
+            read = f'{plain},"terms":[{",".join([terms[i] for i in places])}]'
             if (mask := recipe.get("mask")) and (role := f"sensitivity_{mask['estimator']}") in keys:
                 read = f'"sensitivity":{quoted(keys[role])},{read}'
-        content = None if recipe is None else {key: value for key, value in recipe.items() if key != "terms"}
-        yield text_digest(f'["point",{canonical(content)},{tail},{read}}},{end}')
+            whole, full = with_terms(recipe, places, texts)
+        key = text_digest(f'["point",{content},{tail},{read}}},{end}')
+        name = point["name"]
+        found.append({"name": name, "recipe": whole, "labels": point["labels"], "key": key})
+        labels = texts.of(point["labels"])
+        written.append(f'{{"key":"{key}","labels":{labels},"name":{quote(name)},"recipe":{full}}}')
+    return found, f"[{','.join(written)}]"
 
 
 @dataclass(frozen=True)
@@ -60,6 +100,7 @@ class Job:
                    concrete job to do if that candidate is chosen.
     known_as:      the older key that its own is declared equal to (`aliases.yaml`); empty if there is none.
     aliases:       the entries of `aliases.yaml` that apply to it, for the record.
+    text:          canonical JSON of the spec, where it was made along with it.
     """
 
     stage: str
@@ -72,6 +113,7 @@ class Job:
     alternatives: dict[str, Job] = field(default_factory=dict)
     known_as: str = ""
     aliases: list[dict[str, str]] = field(default_factory=list)
+    text: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not NAME.match(self.name):
@@ -106,7 +148,7 @@ class Job:
     @cached_property
     def spec_string(self) -> str:
         """The spec as canonical JSON."""
-        return canonical(self.spec)
+        return self.text or canonical(self.spec)
 
     def needs(self) -> list[str]:
         """Ids of all jobs that must be complete before this one starts, without repetition, in order."""
@@ -129,7 +171,7 @@ class Job:
             fields |= {"known_as": canonical(self.known_as), "aliases": canonical(self.aliases)}
         if self.alternatives:
             fields["alternatives"] = canonical({name: job.id for name, job in self.alternatives.items()})
-        return "{" + ",".join(f'"{name}":{fields[name]}' for name in sorted(fields)) + "}"
+        return joined(fields)
 
     @classmethod
     def from_json(cls, text: str, alternative: Callable[[str], Job]) -> Job:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from grafting.config.schema import MaskCandidate
+from grafting.plan.jobs import key_of
 
 if TYPE_CHECKING:
     from grafting.plan.jobs import Job
@@ -41,6 +43,7 @@ class Candidate:
     _points: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
     _stages: dict[int, list[Stage]] = field(default_factory=dict)
     _trained: dict[int, list[list[str]]] = field(default_factory=dict)
+    _full: dict[str, Any] = field(default_factory=dict)
 
     def stages(self, seed: int) -> list[Stage]:
         """Recipes and terms, built once (building one adds its training and merge jobs to the study)."""
@@ -53,6 +56,17 @@ class Candidate:
         if seed not in self._trained:
             self._trained[seed] = self.trained_of(seed)
         return self._trained[seed][stage]
+
+    def full_label(self, seeds: list[int]) -> dict[str, Any]:
+        """The label with the training jobs behind the model, by seed and stage; built once. Keys, not ids: a readable
+        name must not enter the key of a selection."""
+        if not self._full:
+            trained = {
+                str(seed): [[key_of(i) for i in self.trained(seed, n)] for n in range(len(self.stages(seed)))]
+                for seed in seeds
+            }
+            self._full = {**self.label, "trained": trained}
+        return self._full
 
     def stage_label(self, stage: int) -> int | None:
         """Position in the sequence, or None outside sequences."""
@@ -92,7 +106,9 @@ def mask_name(mask: MaskCandidate | None) -> str:
     return f"{mask.estimator}-{mask.rank}-{mask.fraction:g}" + ("" if mask.per == "model" else f"-{mask.per}")
 
 
+@cache
 def _recipe(operator: str, scale: float, mask: MaskCandidate | None = None, density: float | None = None) -> dict:
+    # one object per recipe, which nobody changes: its canonical JSON is made once
     recipe: dict[str, Any] = {"operator": operator, "scale": scale}
     if mask is not None:
         recipe["mask"] = {**mask.spec(), "seed": 0}

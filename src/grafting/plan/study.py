@@ -14,12 +14,13 @@ from grafting.config.schema import Config, Source
 from grafting.errors import UserError
 from grafting.plan.aliases import Aliases
 from grafting.plan.code import PROJECT, own_digest, project_aliases
-from grafting.plan.jobs import Job, key_of, point_keys
+from grafting.plan.jobs import Job, Texts, joined, key_of, keyed_points, quote, with_terms
 from grafting.plan.learning import Learning
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
 from grafting.plan.reporting import report_of
 from grafting.plan.scoring import files_for, scoring
 from grafting.plan.sources import files_of
+from grafting.provenance.files import canonical
 from grafting.tasks import known_priors, tasks_of
 from grafting.tasks.harness_suites import VERSION, suite_of
 from grafting.tasks.stage import BUILDERS
@@ -33,12 +34,14 @@ LABELS = (
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No search for garbage while a plan grows: nothing of it is garbage, and the search took half of the time."""
+    """No search for garbage while a plan grows, nor in the plan later: nothing of it is garbage, and the search took
+    half of the time."""
     before = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if before:
             gc.enable()
 
@@ -60,9 +63,11 @@ class Study(Learning):
         self.rollouts: list[dict] = []
         self._behind: dict[str, list[str]] = {}
         self._made: dict[tuple, list[str]] = {}
+        self._texts = Texts()
         self.aliases = project_aliases() if aliases is None else aliases
-        # every scale, mask and family of an update asks for its training again
+        # every scale, mask and family of an update asks for its training again, every point for its labels
         self.train = cache(self.train)
+        self._point_labels = cache(lambda seed, stage: {"seed": seed, "stage": stage})
         self.abouts = tasks_of(config.own_tasks)
         self.scorers = {t: config.task_options.get(t, {}).get("scorer", self.abouts[t]["scorer"]) for t in config.tasks}
         with without_collection():
@@ -81,9 +86,10 @@ class Study(Learning):
         code: tuple[str, ...] = (),
         alternatives: dict[str, Job] | None = None,
         places: dict[str, str] | None = None,
+        text: str = "",
     ) -> str:
         """Add a job unless it is there; returns its id. `code`: entry and parts for `own_digest`."""
-        job = self._job(stage, name, spec, inputs, code or (stage,), alternatives, places)
+        job = self._job(stage, name, spec, inputs, code or (stage,), alternatives, places, text)
         self.jobs.setdefault(job.id, job)
         return job.id
 
@@ -96,10 +102,13 @@ class Study(Learning):
         entry: tuple[str, ...],
         alternatives: dict[str, Job] | None = None,
         places: dict[str, str] | None = None,
+        text: str = "",
     ) -> Job:
         """A job that is not added; it takes the older key that its own is declared equal to."""
         inputs = {role: refs for role, refs in inputs.items() if refs}
-        job = Job(stage, name, spec, inputs, self._code(*entry), entry, places or {}, alternatives or {})
+        job = Job(stage, name, spec, inputs, self._code(*entry), entry, places or {}, alternatives or {}, text=text)
+        if not self.aliases:
+            return job
         applied = [*self.aliases.steps("code", own_digest(*entry)), *self.aliases.steps("keys", job.own_key)]
         if not applied:
             return job
@@ -258,7 +267,8 @@ class Study(Learning):
     # ---- evaluation -----------------------------------------------------------------------------
     def _reference(self) -> None:
         for split in ("val", "test"):
-            point = {"name": "deployed", "recipe": None, "labels": {"family": "deployed", "model_seed": self.m}}
+            labels = {"family": "deployed", "model_seed": self.m}
+            point = {"name": "deployed", "recipe": None, "terms": [], "labels": labels}
             job = self.evaluate(f"reference.m{self.m}", split, [point], {}, list(self.task_data))
             self._record(
                 job,
@@ -287,16 +297,17 @@ class Study(Learning):
             "prior": [self.prior_data],
             "tasks": [self.task_data[task] for task in tasks],
         }
-        estimators = {p["recipe"]["mask"]["estimator"] for p in points if p["recipe"] and p["recipe"].get("mask")}
+        masks = [p["recipe"]["mask"] for p in points if p["recipe"] and "mask" in p["recipe"]]
+        estimators = {mask["estimator"] for mask in masks}
         for estimator, job_id in self.sensitivity.items():
             if estimator in estimators:
                 inputs[f"sensitivity_{estimator}"] = [job_id]
         judged, entry = scoring(self, tasks, "evaluate")
         evaluation = self.config.evaluation.model_dump(exclude={"run_generated_code"}, exclude_none=True)
         settings = {"split": split, **evaluation, **judged}
-        keys = point_keys(points, settings, inputs, self._code(*entry))
-        keyed = [{**point, "key": key} for point, key in zip(points, keys, strict=True)]
-        return self._job("evaluate", f"{split}.{name}", {**settings, "points": keyed}, inputs, entry)
+        keyed, written = keyed_points(points, settings, inputs, self._code(*entry), self._texts)
+        text = joined({name: canonical(value) for name, value in settings.items()} | {"points": written})
+        return self._job("evaluate", f"{split}.{name}", {**settings, "points": keyed}, inputs, entry, text=text)
 
     def _record(self, job_id: str, labels: dict, trained: list[str], point: dict | None = None) -> None:
         """Tell the report which point of which evaluation is what."""
@@ -323,8 +334,9 @@ class Study(Learning):
                     points.append(
                         {
                             "name": candidate.point_name(stage),
-                            "recipe": {**recipe, "terms": [pairs.setdefault(tuple(t), len(pairs)) for t in terms]},
-                            "labels": {"seed": seed, "stage": candidate.stage_label(stage)},
+                            "recipe": recipe,
+                            "terms": [pairs.setdefault(t, len(pairs)) for t in terms],
+                            "labels": self._point_labels(seed, candidate.stage_label(stage)),
                         }
                     )
             inputs = {"trained": [trained for trained, _ in pairs], "donor": [donor for _, donor in pairs]}
@@ -351,28 +363,16 @@ class Study(Learning):
         name = f"{family.protocol}.{family.style}.{family.name}.{family.task}.m{self.m}"
         evaluations = list(dict.fromkeys(job for c in family.candidates for job, _, _ in c.final_points()))
         places = {job: n for n, job in enumerate(evaluations)}
-        candidates = [
-            {
-                "name": c.name,
-                # keys, not ids: a readable name must not enter the key of the selection
-                "label": {
-                    **c.label,
-                    "trained": {
-                        str(s): [[key_of(i) for i in c.trained(s, stage)] for stage in range(len(c.stages(s)))]
-                        for s in self.config.seeds
-                    },
-                },
-                "points": [
-                    {"evaluation": places[job], "point": key, "seed": seed} for job, key, seed in c.final_points()
-                ],
-            }
-            for c in family.candidates
-        ]
+        candidates, written = [], []
+        for c in family.candidates:
+            label, found = c.full_label(self.config.seeds), c.final_points()
+            points = [{"evaluation": places[job], "point": key, "seed": seed} for job, key, seed in found]
+            candidates.append({"name": c.name, "label": label, "points": points})
+            written.append(joined({"name": quote(c.name), "label": self._texts.of(label), "points": canonical(points)}))
+        settings = self.config.selection.model_dump()
+        text = joined({k: canonical(v) for k, v in settings.items()} | {"candidates": f"[{','.join(written)}]"})
         selection = self.add(
-            "select",
-            name,
-            {**self.config.selection.model_dump(), "candidates": candidates},
-            {"evaluations": evaluations},
+            "select", name, {**settings, "candidates": candidates}, {"evaluations": evaluations}, text=text
         )
         # named after the candidate, not the family: families that choose the same candidate share the artefact
         shared = f"{family.protocol}.{family.style}.{family.task}"
@@ -429,8 +429,9 @@ class Study(Learning):
                 points.append(
                     {
                         "name": f"s{seed}.{candidate.point_name(stage)}",
-                        "recipe": {**recipe, "terms": indices},
-                        "labels": {"seed": seed, "stage": candidate.stage_label(stage)},
+                        "recipe": recipe,
+                        "terms": indices,
+                        "labels": self._point_labels(seed, candidate.stage_label(stage)),
                     }
                 )
         return self._evaluation(name, "test", points, inputs, tasks)
@@ -442,5 +443,5 @@ class Study(Learning):
         mask = recipe.get("mask")
         if mask and mask["estimator"] in self.sensitivity:
             inputs[f"sensitivity_{mask['estimator']}"] = [self.sensitivity[mask["estimator"]]]
-        recipe = {**recipe, "terms": list(range(len(terms)))}
-        return self._job("merge", name, {"recipe": recipe}, inputs, ("merge",))
+        whole, text = with_terms(recipe, list(range(len(terms))), self._texts)
+        return self._job("merge", name, {"recipe": whole}, inputs, ("merge",), text=f'{{"recipe":{text}}}')

@@ -9,7 +9,6 @@ annotation makes a field (dataclasses, pydantic), so there it stays.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from grafting.provenance.files import canonical, digest
@@ -26,24 +25,28 @@ PLACES = {"__file__", "__path__", "resources", "get_data", "PackageLoader"}
 
 def dump(node: object, in_class: bool = False) -> object:
     """A syntax tree as nested lists of plain JSON values."""
-    if isinstance(node, ast.JoinedStr):
+    kind = type(node)
+    if kind is ast.JoinedStr:
         return _joined(node)
-    if isinstance(node, ast.AST):
+    if issubclass(kind, ast.AST):
         fields = {}
-        for name, value in ast.iter_fields(node):
-            if name in IGNORED and not (in_class and isinstance(node, ast.AnnAssign) and name == "annotation"):
+        for name in kind._fields:
+            value = getattr(node, name, None)
+            # fields added by later Pythons are empty in older code
+            if value is None or value == []:
                 continue
-            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
-                value = _statements(value, isinstance(node, ast.ClassDef))
-            elif value is not None and value != []:
-                # fields added by later Pythons are empty in older code
+            if name in IGNORED and not (in_class and kind is ast.AnnAssign and name == "annotation"):
+                continue
+            if type(value) is list and isinstance(value[0], ast.stmt):
+                value = _statements(value, kind is ast.ClassDef)
+            else:
                 value = dump(value)
-            if value is not None and value != [] and (name, value) != EMPTY_FORMAT:
+            if value != [] and (name, value) != EMPTY_FORMAT:
                 fields[name] = value
-        return [type(node).__name__, fields]
-    if isinstance(node, list):
+        return [kind.__name__, fields]
+    if kind is list:
         return [dump(item) for item in node]
-    if isinstance(node, str) and not any("\ud800" <= c <= "\udfff" for c in node):
+    if kind is str and (node.isascii() or not any("\ud800" <= c <= "\udfff" for c in node)):
         return node
     # numbers, bytes, Ellipsis, text that has no UTF-8: 1, 1.0 and "1.0" differ
     return [type(node).__name__, ascii(node)]
@@ -73,11 +76,11 @@ def _statements(nodes: list[ast.stmt], in_class: bool) -> list[object]:
 
 
 def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return type(node) is ast.Expr and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _for_types_only(node: ast.AST) -> bool:
-    if not isinstance(node, ast.If):
+    if type(node) is not ast.If:
         return False
     test = node.test
     return (test.id if isinstance(test, ast.Name) else getattr(test, "attr", None)) == "TYPE_CHECKING"
@@ -122,7 +125,7 @@ class Module:
 def read(text: str, name: str, is_package: bool, filename: str = "<module>") -> Module:
     """Everything about one module's source. `name`: its full name, which relative imports start from."""
     tree = ast.parse(text, filename=filename)
-    nodes = list(_walk(tree))
+    nodes = _walk(tree)
     package = name if is_package else name.rpartition(".")[0]
     imported, dynamic = set(), False
     for node in nodes:
@@ -148,15 +151,17 @@ def read(text: str, name: str, is_package: bool, filename: str = "<module>") -> 
     )
 
 
-def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below one, without bare strings and what only type checkers see."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if _for_types_only(child):
-            for statement in child.orelse:
-                yield from _walk(statement)
-        elif not _is_text(child):
-            yield from _walk(child)
+def _walk(root: ast.AST) -> list[ast.AST]:
+    """All nodes below one, in no particular order, without bare strings and what only type checkers see."""
+    found, waiting = [], [root]
+    while waiting:
+        node = waiting.pop()
+        if _for_types_only(node):
+            waiting += node.orelse
+        elif not _is_text(node):
+            found.append(node)
+            waiting += ast.iter_child_nodes(node)
+    return found
 
 
 def _name(node: ast.AST) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from grafting.plan import code, syntax
+from grafting.plan.facts import Facts
 from grafting.provenance.files import digest
 
 #: Syntax whose standard dump differs between Pythons, or that is rare enough to be forgotten.
@@ -265,3 +266,38 @@ def test_manifest_is_what_the_digest_is_made_of():
     found = code.own_digest("select")
     assert digest(code.MANIFESTS[found]) == found
     assert "grafting.evaluation.select" in code.MANIFESTS[found]["modules"]
+
+
+def test_facts_are_kept_for_the_same_text_only(tmp_path):
+    place, text = tmp_path / "facts.json", 'import torch\nfrom grafting.errors import UserError\nNAME = "table.csv"\n'
+    first = Facts(place)
+    found = first.of(text, "grafting.tasks.new", False, "new.py")
+    first.save()
+    again = Facts(place)
+    assert (
+        again.of(text, "grafting.tasks.new", False, "new.py") == found == syntax.read(text, "grafting.tasks.new", False)
+    )
+    assert again.of(text + "X = 1\n", "grafting.tasks.new", False, "new.py").digest != found.digest
+    assert again.of(text, "grafting.tasks.other", True, "other.py") == syntax.read(text, "grafting.tasks.other", True)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"reader": "another", "modules": {}}', '{"modules": 1}'])
+def test_broken_or_foreign_facts_are_as_none(tmp_path, content):
+    place = tmp_path / "facts.json"
+    place.write_text(content)
+    facts = Facts(place)
+    assert facts.of("X = 1\n", "grafting.x", False, "x.py") == syntax.read("X = 1\n", "grafting.x", False)
+    facts.save()
+    assert json.loads(place.read_text())["modules"]
+
+
+def test_facts_of_all_modules_survive_the_file(tmp_path):
+    modules = code.closure(*code.ENTRIES.values())
+    kept = Facts(tmp_path / "facts.json")
+    texts = {name: Path(code._file(name)) for name in modules}
+    for name, path in texts.items():
+        kept.of(path.read_text(), name, path.name == "__init__.py", str(path))
+    kept.save()
+    again = Facts(tmp_path / "facts.json")
+    for name, path in texts.items():
+        assert again.of(path.read_text(), name, path.name == "__init__.py", str(path)) == code.module_facts(name)

@@ -75,6 +75,14 @@ class Folder:
         becomes a link: which one that is, and so under which name it lies, is the order of a run."""
         return {f"{n.partition('/')[0]}/{n[-17:-5]}": payload for n, payload in self.payloads().items()}
 
+    def lists(self) -> dict[str, set[str]]:
+        """Stage -> payloads that DVC lists."""
+        script = (
+            "import json; from grafting.provenance.cache import Cache; from grafting.plan.jobs import STAGES\n"
+            "with Cache('.') as cache:\n    print(json.dumps({s: sorted(cache.listing(s) or {}) for s in STAGES}))\n"
+        )
+        return {stage: set(names) for stage, names in json.loads(self.run("python", "-c", script).stdout).items()}
+
     def git(self, *arguments: str) -> str:
         identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
         return self.run("git", *identity, *arguments).stdout

@@ -28,15 +28,6 @@ def tree(folder: Path, *parts: str) -> dict[str, str]:
     }
 
 
-def lists(folder: Folder) -> dict[str, set[str]]:
-    """Stage -> payloads that DVC lists."""
-    script = (
-        "import json; from grafting.provenance.cache import Cache; from grafting.plan.jobs import STAGES\n"
-        "with Cache('.') as cache:\n    print(json.dumps({s: sorted(cache.listing(s)) for s in STAGES}))\n"
-    )
-    return {stage: set(names) for stage, names in json.loads(folder.run("python", "-c", script).stdout).items()}
-
-
 @pytest.fixture(scope="module")
 def shared(finished, tmp_path_factory) -> Folder:
     """The finished study as its owner shares it: the smoke preset is its config, all is committed and pushed."""
@@ -82,7 +73,7 @@ def test_a_clone_needs_no_payload_and_a_new_scale_fetches_only_what_it_reads(clo
     status = clone.run(*GRAFTING, "status").stdout
     assert "only in the DVC remote 'storage'" in status
     assert not (clone.root / "store" / "train").exists()
-    entries, before = lists(clone), set(clone.sidecars())
+    entries, before = clone.lists(), set(clone.sidecars())
 
     clone.edit("config.yaml", "control_scales:\n  - 0.5", "control_scales:\n  - 0.25\n  - 0.5")
     clone.run("snakemake")
@@ -96,7 +87,7 @@ def test_a_clone_needs_no_payload_and_a_new_scale_fetches_only_what_it_reads(clo
     assert not (clone.root / "store" / "sensitivity").exists()
     assert list((clone.root / "store").glob("train/*.opsd.deployed.*"))
     # DVC lists all that it listed before
-    now = lists(clone)
+    now = clone.lists()
     assert all(names <= now[stage] for stage, names in entries.items())
     assert len(now["evaluate"]) > len(entries["evaluate"])
     assert clone.run(*GRAFTING, "status").returncode == 0
@@ -163,7 +154,7 @@ def test_old_revision_comes_back_with_git_and_dvc_checkout(owner):
 
 @pytest.mark.parametrize("temp", [(), ("--temp",)], ids=["workspace", "temp"])
 def test_experiment_carries_its_records_and_shows_its_numbers(owner, temp):
-    entries, before = lists(owner), set(owner.sidecars())
+    entries, before = owner.lists(), set(owner.sidecars())
     workspace = tree(owner.root, "store", "provenance", "results")
     owner.run("dvc", "exp", "run", *temp, "-n", "other", "-S", "config.yaml:graft.control_scales=[0.25]")
     names = owner.git("ls-tree", "-r", "--name-only", experiment(owner, "other"), "provenance/").split()
@@ -180,7 +171,7 @@ def test_experiment_carries_its_records_and_shows_its_numbers(owner, temp):
     owner.run("dvc", "exp", "apply", "other")
     owner.run("dvc", "checkout", "-q")
     assert complete(owner)
-    assert all(known <= lists(owner)[stage] for stage, known in entries.items())
+    assert all(known <= owner.lists()[stage] for stage, known in entries.items())
     assert owner.run(*GRAFTING, "status").returncode == 0
 
 
@@ -205,10 +196,10 @@ def test_branches_with_different_new_jobs_merge(shared, clone, tmp_path):
         folder.run("dvc", "push", "-q")
         folder.git("add", "-A")
         folder.git("commit", "-qm", name)
-        listed[name] = lists(folder)
+        listed[name] = folder.lists()
     clone.git("fetch", "-q", str(other.root), "theirs:theirs")
     clone.git("merge", "-q", "--no-edit", "theirs")
-    now = lists(clone)
+    now = clone.lists()
     assert all(now[stage] == listed["ours"][stage] | listed["theirs"][stage] for stage in now)
     for name in sides:  # all is there; only the exported results are to be those of one configuration
         planned = clone.run("snakemake", "-n", "--configfile", f"{name}.yaml").stdout

@@ -16,6 +16,7 @@ from pathlib import Path
 from grafting.errors import UserError
 from grafting.plan import syntax
 from grafting.plan.aliases import ALIASES, Aliases, read_aliases
+from grafting.plan.facts import Facts
 from grafting.provenance.files import digest, file_digest
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -42,6 +43,8 @@ DECIDING = {
 UNCOUNTED = ("grafting.provenance", "grafting.plan", "grafting.config", "grafting.errors", "grafting.hub")
 #: This one writes into payloads.
 COUNTED = {"grafting.provenance.files"}
+#: what this and earlier processes found in the package's modules
+FACTS = Facts()
 ENTRIES = {
     "data": "grafting.tasks.stage",
     "models": "grafting.models.stage",
@@ -71,7 +74,7 @@ def module_facts(module: str) -> syntax.Module:
     path = _file(module)
     if path is None:
         raise UserError(f"the package has no module {module}; is the installation complete?")
-    return syntax.read(path.read_text(encoding="utf-8"), module, path.name == "__init__.py", str(path))
+    return FACTS.of(path.read_text(encoding="utf-8"), module, path.name == "__init__.py", str(path))
 
 
 @cache
@@ -162,6 +165,7 @@ def own_digest(entry: str, *parts: str) -> str:
     if files := {path: data_files()[path] for module in modules for path in files_read(module)}:
         manifest["files"] = files
     MANIFESTS[digest(manifest)] = manifest
+    FACTS.save()
     return digest(manifest)
 
 

@@ -30,7 +30,7 @@ def quoted(texts: Iterable[str]) -> str:
 
 
 def joined(fields: dict[str, str]) -> str:
-    """Canonical JSON of an object whose values are canonical JSON already."""
+    """Canonical JSON of an object whose values are canonical JSON already, and whose names need no escapes."""
     return "{" + ",".join(f'"{name}":{fields[name]}' for name in sorted(fields)) + "}"
 
 
@@ -56,19 +56,19 @@ def with_terms(recipe: dict, terms: list[int], texts: Texts) -> tuple[dict, str]
 
 
 def keyed_points(
-    points: list[dict], settings: dict, inputs: dict[str, list[str]], code: str, texts: Texts
+    points: list[dict], settings: str, inputs: dict[str, list[str]], code: str, texts: Texts
 ) -> tuple[list[dict], str]:
     """The points of an evaluation with their keys, and canonical JSON of the list, put together from pieces.
 
     A key is the hash of the canonical JSON of ["point", recipe, settings, what it reads, code].
-    points: `{"name", "recipe", "terms", "labels"}`; a recipe's terms stand beside it, as places in the inputs, since
-    many points share one recipe.
+    settings: canonical JSON. points: `{"name", "recipe", "terms", "labels"}`; a recipe's terms stand beside it, as
+    places in the inputs, since many points share one recipe.
     """
     keys = {role: [key_of(ref) for ref in refs] for role, refs in inputs.items()}
     model, prior, tasks = (quoted(keys[role]) for role in ("model", "prior", "tasks"))
     terms = [quoted(pair) for pair in zip(keys.get("trained", []), keys.get("donor", []), strict=True)]
-    tail = f'{canonical(settings)},{{"model":{model},"prior":{prior}'
-    end, plain = f"{canonical(code)}]", f'"tasks":{tasks}'
+    tail = f'{settings},{{"model":{model},"prior":{prior}'
+    end, plain = f"{quote(code)}]", f'"tasks":{tasks}'
     found, written = [], []
     for point in points:
         recipe, places = point["recipe"], point["terms"]
@@ -129,10 +129,10 @@ class Job:
         """The key without regard to `known_as`."""
         # canonical JSON of [stage, spec, inputs, code, alternatives' keys], put together from pieces: a study has
         # tens of thousands of jobs and alternatives
-        inputs = ",".join(f'"{role}":{quoted(map(key_of, self.inputs[role]))}' for role in sorted(self.inputs))
-        identity = [canonical(self.stage), self.spec_string, f"{{{inputs}}}", canonical(self.code)]
+        inputs = joined({role: quoted([key_of(ref) for ref in refs]) for role, refs in self.inputs.items()})
+        identity = [quote(self.stage), self.spec_string, inputs, quote(self.code)]
         if self.alternatives:
-            identity.append(canonical({name: job.key for name, job in self.alternatives.items()}))
+            identity.append(joined({name: quote(job.key) for name, job in self.alternatives.items()}))
         return text_digest(f"[{','.join(identity)}]")
 
     @cached_property

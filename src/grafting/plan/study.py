@@ -67,6 +67,7 @@ class Study(Learning):
         self.aliases = project_aliases() if aliases is None else aliases
         # every scale, mask and family of an update asks for its training again, every point for its labels
         self.train = cache(self.train)
+        self._evaluation_settings = cache(self._evaluation_settings)
         self._point_labels = cache(lambda seed, stage: {"seed": seed, "stage": stage})
         self.abouts = tasks_of(config.own_tasks)
         self.scorers = {t: config.task_options.get(t, {}).get("scorer", self.abouts[t]["scorer"]) for t in config.tasks}
@@ -302,12 +303,17 @@ class Study(Learning):
         for estimator, job_id in self.sensitivity.items():
             if estimator in estimators:
                 inputs[f"sensitivity_{estimator}"] = [job_id]
+        settings, texts, entry = self._evaluation_settings(split, tuple(tasks))
+        keyed, written = keyed_points(points, joined(texts), inputs, self._code(*entry), self._texts)
+        text = joined({**texts, "points": written})
+        return self._job("evaluate", f"{split}.{name}", {**settings, "points": keyed}, inputs, entry, text=text)
+
+    def _evaluation_settings(self, split: str, tasks: tuple[str, ...]) -> tuple[dict, dict[str, str], tuple[str, ...]]:
+        """What all points of an evaluation share, the same as canonical JSON by name, and the entry of its code."""
         judged, entry = scoring(self, tasks, "evaluate")
         evaluation = self.config.evaluation.model_dump(exclude={"run_generated_code"}, exclude_none=True)
         settings = {"split": split, **evaluation, **judged}
-        keyed, written = keyed_points(points, settings, inputs, self._code(*entry), self._texts)
-        text = joined({name: canonical(value) for name, value in settings.items()} | {"points": written})
-        return self._job("evaluate", f"{split}.{name}", {**settings, "points": keyed}, inputs, entry, text=text)
+        return settings, {name: canonical(value) for name, value in settings.items()}, entry
 
     def _record(self, job_id: str, labels: dict, trained: list[str], point: dict | None = None) -> None:
         """Tell the report which point of which evaluation is what."""

@@ -134,7 +134,7 @@ def frontier_grid(runs, draws):
                     keys = tuple((f"{suite}{g:02d}", f"{i:04d}") for g in range(strata) for i in range(m))
                     whole[suite] = keys, np.array([a.transpose(1, 0, 2).reshape(SEEDS, -1) for a in answers])
                 wholes.append(whole)
-            found = contrast("hypervolume", [tuple(wholes)], Draws(draws, seed=run % 20)).estimate
+            found = contrast("hypervolume", [tuple(wholes)], Draws(draws, seed=run % 20))
             held += found.low <= areas[0] - areas[1] <= found.high
         result[seed_sd, item_sd] = held / runs
     return result

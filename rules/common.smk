@@ -10,6 +10,7 @@ from grafting.plan.edges import telling_needs
 from grafting.plan.planfile import write_plan
 from grafting.provenance import runs
 from grafting.provenance.store import Store
+from grafting.provenance.verify import MODULES
 
 STORE = Store()
 PLAN = str(
@@ -50,6 +51,11 @@ def signed(function):
 def needed_by(stage):
     """Input function: the sentinels a job waits for."""
     return signed(lambda wildcards: [sentinel(i) for i in NEEDS[job_of(stage, wildcards).id]])
+
+
+def module_of(stage):
+    """Params function: what `python -m` runs; a stage may have several entries."""
+    return signed(lambda wildcards: MODULES[job_of(stage, wildcards).entry[0]])
 
 
 def threads_of(stage):

@@ -20,10 +20,11 @@ rule evaluate:
         runtime=growing(120),
     params:
         plan=PLAN,
+        module=module_of("evaluate"),
     message:
         "evaluate {wildcards.job}"
     shell:
-        "python -m grafting.evaluation --plan {params.plan:q} --job evaluate/{wildcards.job:q} --log {log:q}"
+        "python -m {params.module} --plan {params.plan:q} --job evaluate/{wildcards.job:q} --log {log:q}"
 
 
 rule select:

@@ -20,7 +20,8 @@ rule merge:
         runtime=growing(60),
     params:
         plan=PLAN,
+        module=module_of("merge"),
     message:
         "merge {wildcards.job}"
     shell:
-        "python -m grafting.merging --plan {params.plan:q} --job merge/{wildcards.job:q} --log {log:q}"
+        "python -m {params.module} --plan {params.plan:q} --job merge/{wildcards.job:q} --log {log:q}"

@@ -17,8 +17,10 @@ from types import SimpleNamespace
 
 import numpy
 
-from grafting.config.claims import load_claims
+from grafting.config.claims import Claim, load_claims
+from grafting.evaluation.frontier import dominating
 from grafting.plan.code import PROJECT
+from grafting.plan.frontiers import sizes
 from grafting.provenance.store import Store
 
 SKILLS = [f"skill{i:02d}" for i in range(19)]
@@ -34,6 +36,8 @@ STAGES = {
     "selections": "select",
     "rollouts": "rollout",
     "models": "merge",
+    "frontiers": "evaluate",
+    "deltas": "merge",
 }
 CLAIMS = [claim.model_dump(mode="json") for claim in load_claims(PROJECT / "claims.yaml")]
 OTHERS = "# Source: invented\ntask,method,new_task,prior_mean\nscience,sft,60,50\nscience,opsd,70,60\n"
@@ -98,11 +102,15 @@ class StudyBuilder:
 
     def __init__(self, root: Path, seeds=(0, 1, 2), model_seeds=(0,)) -> None:
         self.root, self.seeds, self.model_seeds = root, list(seeds), list(model_seeds)
-        self.inputs = {"evaluations": [], "selections": [], "tests": [], "rollouts": [], "models": []}
-        self.evaluations, self.selections, self.rollouts = [], [], []
+        self.inputs = {role: [] for role in STAGES}
+        self.evaluations, self.selections, self.rollouts, self.frontiers = [], [], [], []
+        self.deltas: list[dict] = []
         self.claims, self._recorded = CLAIMS, set()
+        self._families: dict[tuple, dict[str, list[dict]]] = {}
 
     def job(self, protocols=("single", "sequential", "parallel"), results: Path | None = None) -> FakeJob:
+        for cell in list(self._families):
+            self._frontier(*cell)
         spec = {
             "preset": "synthetic",
             "seeds": self.seeds,
@@ -118,6 +126,8 @@ class StudyBuilder:
             "evaluations": self.evaluations,
             "selections": self.selections,
             "rollouts": self.rollouts,
+            "frontiers": self.frontiers,
+            "deltas": self.deltas,
             "notes": ["An invented study."],
             "claims": self.claims,
             "reference": {"others.csv": OTHERS},
@@ -151,6 +161,7 @@ class StudyBuilder:
     def family(self, name: str, protocol: str, style: str, task: str, model_seed: int, candidates: list[dict]) -> None:
         """Test of the candidate with the best expected score, which a selection would choose."""
         self.trained(candidates)
+        self._families.setdefault((protocol, style, task, model_seed), {})[name] = candidates
         best = max(candidates, key=lambda c: sum(expected(c, protocol, style, task)))
         _, folder = self.folder("selections")
         listed = []
@@ -173,6 +184,42 @@ class StudyBuilder:
              "selection": len(self.inputs["selections"]) - 1, "test": test, "models": {}}
         )  # fmt: skip
 
+    def _frontier(self, protocol: str, style: str, task: str, model_seed: int) -> None:
+        """The test of what the claims' frontiers need, once all families are there."""
+        families = self._families.pop((protocol, style, task, model_seed))
+        keep = sizes(
+            [Claim.model_validate(claim) for claim in self.claims],
+            [SimpleNamespace(name=n, candidates=c, protocol=protocol, style=style) for n, c in families.items()],
+        )
+        if not keep:
+            return
+        index, folder = self.folder("frontiers")
+        found, entries = {}, {}
+        for name, size in keep.items():
+            named = {candidate_name(c): c for c in families[name]}
+            shown = [
+                {"name": n, **dict(zip(("new", "prior"), expected(c, protocol, style, task), strict=True))}
+                for n, c in named.items()
+            ]
+            found[name] = dominating(shown, size)
+            for chosen in found[name]:
+                if chosen in entries:
+                    continue
+                entries[chosen] = []
+                for seed in self.seeds:
+                    stage = 2 if protocol == "sequential" else None
+                    values = accuracies(named[chosen], protocol, style, task, seed, stage, model_seed)
+                    salt = f"{chosen}{protocol}{style}{task}{seed}{stage}{model_seed}"
+                    key = f"{zlib.crc32(salt.encode()):08x}"
+                    write_point(folder, key, "test", *values, {"seed": seed, "stage": stage}, salt)
+                    trained = named[chosen]["trained"][str(seed)][-1]
+                    entries[chosen].append({"seed": seed, "point": key, "trained": trained})
+        (folder / "frontier.json").write_text(json.dumps(found))
+        self.frontiers.append(
+            {"input": index, "protocol": protocol, "style": style, "task": task, "model_seed": model_seed,
+             "candidates": entries}
+        )  # fmt: skip
+
     def validation(self, candidate: dict, protocol: str, style: str, task: str, model_seed: int) -> None:
         self.trained([candidate])
         for seed in self.seeds:
@@ -192,6 +239,26 @@ class StudyBuilder:
                 {"input": index, "point": "p", "split": "val", "labels": {**labels, **candidate},
                  "trained": candidate["trained"][str(seed)][-1]}
             )  # fmt: skip
+
+    def updates(self, learners: list[tuple[str, str]], model_seed: int) -> None:
+        """Norms that grow with the layer, cosines that fall with the donor's distance."""
+        for seed in self.seeds:
+            index, folder = self.folder("deltas")
+            lines = ["layer,task,method,donor,lr,other,quantity,value"]
+            for layer in ("0", "1", "2", "model.embed_tokens.weight", "all"):
+                depth = 0.01 * (1 + int(layer)) if layer.isdigit() else 0.02
+                for task in TASKS:
+                    for place, (method, donor) in enumerate(learners):
+                        own = f"{layer},{task},{method},{donor},0.0003"
+                        for quantity in ("norm", "relative_norm", "donor_distance"):
+                            lines.append(f"{own},,{quantity},{depth * (1 + 0.1 * seed) if quantity != 'norm' else 3}")
+                        pairs = [(task, *other) for other in learners[:place]]
+                        pairs += [(other, method, donor) for other in TASKS[: TASKS.index(task)]]
+                        for pair in pairs:
+                            lines.append(f"{own},{' '.join(pair)} 0.0003,cosine,{0.9 - 0.2 * place}")
+                            lines.append(f"{own},{' '.join(pair)} 0.0003,sign_agreement,{0.8 - 0.05 * place}")
+            (folder / "deltas.csv").write_text("\n".join(lines) + "\n")
+            self.deltas.append({"input": index, "seed": seed, "model_seed": model_seed})
 
     def rollout(self, task: str, style: str, shown: bool, model_seed: int) -> None:
         index, folder = self.folder("rollouts")
@@ -284,6 +351,7 @@ def tiny_study(
     b = StudyBuilder(root, seeds, model_seeds)
     for m in b.model_seeds:
         b.deployed(m)
+        b.updates([*(("sft", donor) for donor in donors), ("opsd", "deployed")], m)
         for task in TASKS:
             b.rollout(task, "own", False, m)
             for style in ("own", "expert"):

@@ -126,12 +126,11 @@ def study(tmp_path_factory):
 def test_report_writes_every_file(study):
     _, job = study
     files = {path.relative_to(job.results).as_posix() for path in job.results.rglob("*") if path.is_file()}
-    drawn = {name for name in FIGURES if name != "deltas"}  # no written graft has norms here
     assert files == {
-        "accuracies.csv", "accuracies.parquet", "claims.json", "config.resolved.yaml", "evaluations.csv",
+        "accuracies.csv", "accuracies.parquet", "claims.json", "config.resolved.yaml", "deltas.csv", "evaluations.csv",
         "evaluations.parquet", "metrics.json", "report-abc.json", "report.html", "selections.csv", "sequence.csv",
-        "summary.md", *(f"figures/{name}.{suffix}" for name in drawn for suffix in ("svg", "pdf")),
-        *(f"plots/{name}.csv" for name in ("curves", "sequence", "test", "training")),
+        "summary.md", *(f"figures/{name}.{suffix}" for name in FIGURES for suffix in ("svg", "pdf")),
+        *(f"plots/{name}.csv" for name in ("curves", "sequence", "test", "training", "updates")),
         *(f"tables/{name}.tex" for name in (
             "claims", "parallel_own", "sequence", "sequential_own", "single_expert", "single_own")),
     }  # fmt: skip

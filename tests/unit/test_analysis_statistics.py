@@ -12,6 +12,7 @@ import pytest
 
 from grafting.analysis import frontier
 from grafting.analysis.statistics import COVERAGE, Answers, Draws, combine, holm, interval, mean_of, strata_of
+from grafting.evaluation.frontier import area, dominating
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,15 +138,20 @@ def test_matched_difference_by_hand():
     assert float(frontier.statistic("new_at_prior", left, right)) > 0.5
 
 
-def test_choice_of_points_is_the_best_pair():
+def test_points_that_dominate_most_are_found_one_by_one():
     rng = np.random.default_rng(3)
     new, prior = rng.random((2, 6))
-    part = {"new": {"t": new[:, None, None]}, "prior": {"t": prior[:, None, None]}}
-    kept = frontier.choose(part, 2)
+    named = [{"name": str(i), "new": a, "prior": b} for i, (a, b) in enumerate(zip(new, prior, strict=True))]
+    kept = [int(name) for name in dominating(named, 2)]
     best = max(float(frontier.hypervolume(new[[i, j]], prior[[i, j]])) for i in range(6) for j in range(i))
     # greedy is within 1 - 1/e of the best (submodular), and on these numbers equal to it or close
     assert float(frontier.hypervolume(new[kept], prior[kept])) >= 0.9 * best
-    assert frontier.choose(part, 9) == list(range(6))
+    every = dominating(named, 9)
+    assert sorted(every) == [str(i) for i in range(6)] and every[:2] == dominating(named, 2)
+    for n in range(1, 7):
+        points = list(zip(new[:n], prior[:n], strict=True))
+        assert area(points) == pytest.approx(float(frontier.hypervolume(new[:n], prior[:n])))
+    assert dominating([{"name": n, "new": 0.5, "prior": 0.5} for n in "ab"], 1) == ["a"]
 
 
 def a_side(new, prior, rng, seeds=3, items=80):
@@ -156,16 +162,23 @@ def a_side(new, prior, rng, seeds=3, items=80):
     }
 
 
-def test_equal_frontiers_do_not_differ_and_more_candidates_are_no_advantage():
-    """Fifteen noisy copies of one point against one of it: choosing among them gains nothing on the other half."""
+def test_equal_frontiers_do_not_differ():
     rng = np.random.default_rng(0)
-    gaps = []
-    for _ in range(60):
-        many, one = a_side([0.6] * 15, [0.7] * 15, rng), a_side([0.6], [0.7], rng)
-        found = frontier.contrast("hypervolume", [(many, one)], Draws(200))
-        assert found.points == 1
-        gaps.append(found.estimate.mean)
-    assert abs(np.mean(gaps)) < 3 * np.std(gaps) / math.sqrt(len(gaps)) + 1e-9
+    sides = [a_side([0.6, 0.4], [0.7, 0.8], rng) for _ in range(40)]
+    gaps = [frontier.contrast("hypervolume", [pair], Draws(200)) for pair in zip(sides[::2], sides[1::2], strict=True)]
+    assert all(gap.low <= 0 <= gap.high for gap in gaps)
+    same = frontier.contrast("hypervolume", [(sides[0], sides[0])], Draws(200))
+    assert same.mean == 0 and same.low < 0 < same.high
+
+
+def test_frontiers_of_their_own_are_compared_replicate_by_replicate():
+    """Of two models one has (1, 0), (0, 1) and the other (0, 1), (1, 0): each dominates nothing, their means 1/4."""
+    keys = {suite: tuple((suite, f"{i:03d}") for i in range(50)) for suite in ("new", "prior")}
+    crossed = np.stack([np.eye(2), np.eye(2)[::-1]])  # [suite, points, replicates]
+    left = {s: (keys[s], np.repeat(crossed[i][:, :, None], 50, axis=2)) for i, s in enumerate(("new", "prior"))}
+    none = {s: (keys[s], np.zeros((2, 2, 50))) for s in keys}
+    assert frontier.contrast("hypervolume", [(left, none)], Draws(50)).mean == pytest.approx(0.25)
+    assert frontier.contrast("hypervolume", [(left, none)], Draws(50), aligned=False).mean == 0
 
 
 def test_a_dominating_frontier_is_found():
@@ -174,13 +187,8 @@ def test_a_dominating_frontier_is_found():
         a_side(*points, rng, items=900) for points in (([0.5, 0.9], [0.95, 0.8]), ([0.4, 0.7], [0.8, 0.6]))
     )
     for name in frontier.STATISTICS:
-        found = frontier.contrast(name, [(better, worse)], Draws(500)).estimate
+        found = frontier.contrast(name, [(better, worse)], Draws(500))
         assert found.low > 0, name
-    back = frontier.contrast("hypervolume", [(worse, better)], Draws(500)).estimate
-    forth = frontier.contrast("hypervolume", [(better, worse)], Draws(500)).estimate
+    back = frontier.contrast("hypervolume", [(worse, better)], Draws(500))
+    forth = frontier.contrast("hypervolume", [(better, worse)], Draws(500))
     assert back.mean == pytest.approx(-forth.mean)
-
-
-def test_one_item_has_no_two_halves():
-    rng = np.random.default_rng(2)
-    assert frontier.contrast("hypervolume", [(a_side([0.5], [0.5], rng, items=1),) * 2], Draws(50)) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from grafting.errors import UserError
-from grafting.evaluation import select, stage
+from grafting.evaluation import frontier, select, stage
+from grafting.plan.jobs import Job as PlannedJob
 
 torch = pytest.importorskip("torch")
 
@@ -21,7 +23,9 @@ from grafting.evaluation import suites  # noqa: E402
 from grafting.models import load_model, load_tokenizer, save_model  # noqa: E402
 from grafting.models.chat import encode_prompt  # noqa: E402
 from grafting.models.scratch import new_model, new_tokenizer  # noqa: E402
+from grafting.provenance.runner import execute  # noqa: E402
 from grafting.provenance.saving import Saver  # noqa: E402
+from grafting.provenance.store import Store  # noqa: E402
 from grafting.rollouts.counting import Counter  # noqa: E402
 
 WORDS = ["<pad>", "<eos>", "<user>", "<bot>", "</ans>", "copy", "rev", "a", "b", "c", "d", "A", "B", "C", "D"]
@@ -110,8 +114,8 @@ def points(*scales) -> list[dict]:
     ]  # fmt: skip
 
 
-def evaluate(out: Path, inputs: dict, wanted: list[dict], earlier=(), batch_size=16) -> Job:
-    spec = {"split": "val", "points": wanted, "batch_size": batch_size, "max_new_tokens": 4, "threads": 1}
+def evaluate(out: Path, inputs: dict, wanted: list[dict], earlier=(), batch_size=16, split="val") -> Job:
+    spec = {"split": split, "points": wanted, "batch_size": batch_size, "max_new_tokens": 4, "threads": 1}
     job = Job(out, spec, inputs, earlier)
     stage.run(job)
     return job
@@ -262,3 +266,68 @@ def test_selection_errors_name_what_is_wrong(tmp_path):
 def test_selection_imports_no_torch():
     code = "import sys, grafting.evaluation.select; sys.exit('torch' in sys.modules or 'pandas' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---- frontiers ----
+def stored(store: Store, stage: str, name: str, folder: Path) -> str:
+    """A finished job whose payload is a copy of `folder`."""
+    job = PlannedJob(stage, name, {"name": name}, {}, "c")
+    out = store.aside(job.id)
+    shutil.copytree(folder, out, dirs_exist_ok=True)
+    sidecar = {"id": job.id, "key": job.key, "spec": job.spec, "inputs": {}, "payload": store.publish(job.id, out)}
+    store.write(job.id, sidecar)
+    return job.id
+
+
+def test_frontier_is_fixed_by_validation_and_takes_over_what_is_tested(tmp_path, world):
+    """Of two methods the points that dominate most are tested; the others, and the models behind them, are not read."""
+    store = Store(tmp_path / "study")
+    for folder in (world["prior"][0], world["tasks"][0]):
+        shutil.copytree(folder, tmp_path / folder.name)
+        (tmp_path / folder.name / "val.jsonl").rename(tmp_path / folder.name / "test.jsonl")
+    inputs = {role: [stored(store, "train", role, world[role][0])] for role in ("model", "trained", "donor")}
+    inputs |= {
+        "prior": [stored(store, "data", "p", tmp_path / "prior")],
+        "tasks": [stored(store, "data", "zup", tmp_path / "zup")],
+    }
+    settings = {"split": "test", "batch_size": 16, "max_new_tokens": 4, "threads": 1}
+    tested = PlannedJob("evaluate", "test", {**settings, "points": points(1.0)}, inputs, "c")
+    execute(tested, store, stage.run, sys.stderr)
+
+    accuracies = {
+        "graft": {"l0.5": (0.5, 0.9), "l1.0": (0.9, 0.5), "l0.3": (0.4, 0.9), "l0.2": (0.45, 0.92)},
+        "opsd": {"l0.8": (0.1, 0.1)},
+    }
+    chosen = []
+    for method, found in accuracies.items():
+        (tmp_path / method).mkdir()
+        candidates = [{"name": n, "new": new, "prior": prior} for n, (new, prior) in found.items()]
+        (tmp_path / method / "choice.json").write_text(json.dumps({"candidates": candidates}))
+        chosen.append(stored(store, "select", method, tmp_path / method))
+    every = points(0.5, 1.0, 0.3, 0.2, 0.8)
+    absent = "train/nowhere-000000000000"
+    for point in every:
+        point["recipe"]["terms"] = [0 if point["name"] in ("l0.3", "l0.2") else 1]
+    spec = {
+        **settings, "points": every, "keep": [["graft", 2], ["opsd", 1]],
+        "candidates": {point["name"]: {"0": point["key"]} for point in every},
+    }  # fmt: skip
+    inputs |= {"trained": [absent, *inputs["trained"]], "donor": [absent, *inputs["donor"]]}
+    inputs |= {"selections": chosen, "tests": [tested.id]}
+    job = PlannedJob("evaluate", "frontier", spec, inputs, "c")
+    execute(job, store, frontier.run, sys.stderr)
+
+    out = store.payload(job.id)
+    # l0.5 and l1.0 dominate .45 each (the first of equals), together .65; l0.5 and l0.2 .459
+    assert json.loads((out / "frontier.json").read_text()) == {"graft": ["l0.5", "l1.0"], "opsd": ["l0.8"]}
+    assert {path.name for path in out.glob("key*.json")} == {"key1.0.json", "key0.5.json", "key0.8.json"}
+    assert store.read(job.id)["metrics"] == {"points_computed": 2, "points_reused": 1}
+    before = store.payload(tested.id)
+    assert (out / "key1.0.jsonl.gz").read_bytes() == (before / "key1.0.jsonl.gz").read_bytes()
+    alone = evaluate(
+        tmp_path / "alone",
+        {**world, "prior": [tmp_path / "prior"], "tasks": [tmp_path / "zup"]},
+        points(0.5),
+        split="test",
+    )
+    assert predictions(out, "key0.5") == predictions(alone.out, "key0.5")

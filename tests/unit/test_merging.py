@@ -1,8 +1,11 @@
 """Merging: operators against mergekit's numbers, the sweep's bit identities, complete directories."""
 
 import contextlib
+import csv
 import json
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from grafting.errors import UserError
-from grafting.merging import stage
+from grafting.merging import deltas, stage
 from grafting.merging.arrays import Arrays, apply
 from grafting.merging.materialise import materialise
 from grafting.merging.operators import magnitude, ties
@@ -69,8 +72,8 @@ def weights_of(path):
 # ---- operators ----
 
 
-def combined(operator, deltas, *settings, **named):
-    arrays = [np.asarray(delta, dtype=np.float64) for delta in deltas]
+def combined(operator, updates, *settings, **named):
+    arrays = [np.asarray(delta, dtype=np.float64) for delta in updates]
     inputs = Arrays(np.zeros_like(arrays[0]), arrays)
     return apply(inputs, operator(inputs, *settings, **named))
 
@@ -394,3 +397,46 @@ def test_stage_writes_the_same_bytes_twice(lineage, tmp_path):
     assert Recipe.parse(described["recipe"]) == Recipe.parse(recipe)
     assert described["inputs"]["donor"] == ["base", "base"]
     assert 0.4 < jobs[0].metrics["mask_removed"] < 0.6
+
+
+def test_deltas_of_a_study_are_measured_layer_by_layer(lineage, tmp_path):
+    """Against plain torch; pairs share the task, or all but the task."""
+    updates = [
+        {"task": "a", "method": "sft", "donor": "base", "lr": 0.1},
+        {"task": "a", "method": "opsd", "donor": "deployed", "lr": 0.1},
+        {"task": "b", "method": "sft", "donor": "base", "lr": 0.1},
+    ]
+    trained, donors = ["from_base", "from_deployed", "other"], ["base", "deployed", "base"]
+    paths = {"model": ["deployed"], "trained": trained, "donor": donors}
+    paths = {role: [lineage / name for name in names] for role, names in paths.items()}
+    jobs = [FakeJob(tmp_path / name, {"updates": updates}, paths) for name in ("one", "two")]
+    for job in jobs:
+        deltas.run(job)
+    assert (jobs[0].out / "deltas.csv").read_bytes() == (jobs[1].out / "deltas.csv").read_bytes()
+    with (jobs[0].out / "deltas.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert jobs[0].metrics == {"updates": 3, "rows": len(rows)}
+    found = {(r["layer"], r["task"], r["method"], r["other"], r["quantity"]): float(r["value"]) for r in rows}
+    states = {name: weights_of(lineage / name) for name in ("base", "deployed", *trained)}
+    for layer in ("0", "1", "all"):
+        names = [n for n in states["base"] if layer == "all" or f".layers.{layer}." in n]
+        flat = {m: torch.cat([state[n].double().reshape(-1) for n in names]) for m, state in states.items()}
+        a, b, c = (flat[t] - flat[d] for t, d in zip(trained, donors))
+        whole = flat["deployed"].norm()
+        assert found[layer, "a", "sft", "", "relative_norm"] == pytest.approx(float(a.norm() / whole), rel=1e-5)
+        distance = float((flat["base"] - flat["deployed"]).norm() / whole)
+        assert found[layer, "b", "sft", "", "donor_distance"] == pytest.approx(distance, rel=1e-5)
+        assert found[layer, "a", "opsd", "", "donor_distance"] == 0
+        for one, other, key in ((a, b, ("a", "sft", "a opsd deployed 0.1")), (a, c, ("a", "sft", "b sft base 0.1"))):
+            cosine = float(one @ other / one.norm() / other.norm())
+            assert found[layer, *key, "cosine"] == pytest.approx(cosine, rel=1e-4)
+            product = one * other
+            agree = float((product > 0).sum() / (product != 0).sum())
+            assert found[layer, *key, "sign_agreement"] == pytest.approx(agree, rel=1e-5)
+    # neither the task nor the learner is shared
+    assert not any("b sft" in r["other"] and r["method"] == "opsd" for r in rows)
+
+
+def test_deltas_need_no_torch():
+    code = "import sys; import grafting.merging.deltas; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grafting.analysis.collect import ALL, DEPLOYED, Point, Selected, Study
+from grafting.analysis.collect import ALL, DEPLOYED, Frontier, Point, Selected, Study
 from grafting.analysis.statistics import Estimate, Observations, estimate, mean_of
 
 Runs = dict[str, list[Point]]  # replicate (a seed, or a model) -> the final points that count for it
@@ -107,33 +107,10 @@ def settings(label: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple("none" if n == "mask" and v is None else v for n, v in zip(SETTINGS, values, strict=True))
 
 
-class Validation:
-    """The validation points of every candidate, by cell, task, model and settings; the last stage of a sequence."""
-
-    def __init__(self, study: Study) -> None:
-        self._study = study
-        self._points: dict[tuple, dict[Any, Point]] = {}
-        last: dict[tuple, int] = {}
-        for point in study.points:
-            labels = point.labels
-            if point.split != "val" or labels["scale"] is None:
-                continue
-            place = (labels["protocol"], labels["style"], labels["task"], labels["model_seed"], settings(labels))
-            stage = labels["stage"] or 0
-            if stage < last.get(place, 0):
-                continue
-            if stage > last.get(place, 0):
-                self._points[place] = {}
-            last[place] = stage
-            self._points.setdefault(place, {})[labels["seed"]] = point
-
-    def of(self, cell: tuple[str, str], task: str, model_seed: Any, label: Mapping[str, Any]) -> Runs:
-        """Points of a candidate per replicate."""
-        result: Runs = {}
-        for model in models_of(self._study, model_seed):
-            for seed, point in self._points.get((*cell, task, model, settings(label)), {}).items():
-                result.setdefault(replicate(model_seed, model, seed), []).append(point)
-        return result
+def frontier_of(study: Study, cell: tuple[str, str], task: str, model: Any) -> Frontier | None:
+    """The tested frontiers of a cell's task; None if there are none."""
+    wanted = dict(zip(("protocol", "style", "task", "model_seed"), (*cell, task, model), strict=True))
+    return next((f for f in study.frontiers if all(f.labels[name] == value for name, value in wanted.items())), None)
 
 
 def jobs_of(candidate: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,18 +19,19 @@ from typing import Any
 from grafting.analysis import frontier
 from grafting.analysis.cells import (
     Runs,
-    Validation,
     affordable,
     cells,
     find,
+    frontier_of,
     models_of,
     observations,
+    replicate,
     runs,
     runs_of,
     task_names,
     tested,
 )
-from grafting.analysis.collect import ALL, Selected, Study
+from grafting.analysis.collect import ALL, Point, Selected, Study
 from grafting.analysis.statistics import ITEMS_ONLY, Draws, Estimate, holm, paired, strata_of
 from grafting.analysis.statistics import estimate as estimate_of
 
@@ -175,7 +176,7 @@ class _Tester:
     def __init__(self, study: Study) -> None:
         models = list(study.spec["model_seeds"])
         self.study, self.units = study, [*models, ALL] if len(models) > 1 else models
-        self.draws, self.validation = Draws(), Validation(study)
+        self.draws = Draws()
         self._seen: dict[tuple, Any] = {}
 
     def applies(self, claim: Mapping[str, Any], cell: tuple[str, str], selected: Sequence[Selected]) -> bool:
@@ -214,7 +215,6 @@ class _Tester:
             "b": b,
             "statistic": claim["statistic"],
             "threshold": claim["threshold"],
-            "split": "val" if claim["statistic"] in frontier.STATISTICS else "test",
             **{name: None if value is None else value.as_dict() for name, value in shown.items()},
             "verdict": said,
             **self._bootstrap(claim, cell, selected, (a, b), task, model),
@@ -297,35 +297,51 @@ class _Tester:
         sides = [runs_of(self.study, partial(_get, part), tasks, model) for part in chosen]
         return sides, list(dict.fromkeys(notes))
 
-    # ---- one set of points against another, on validation data ----------------------------------
+    # ---- one set of points against another, fixed on validation data -----------------------------
     def _frontier(
         self, claim: Mapping[str, Any], cell: tuple[str, str], selected: Sequence[Selected], pair: tuple[str, str],
         tasks: Sequence[str], model: Any,
     ) -> tuple[dict[str, Estimate | None], list[str]]:  # fmt: skip
-        notes, sets, every = [], [], []
-        models = models_of(self.study, model)
+        notes, sets, models = [], [], models_of(self.study, model)
         for task in tasks:
-            both = [find(selected, family, task, models[0]) for family in pair]
-            if None in both:
-                return {claim["statistic"]: None}, [f"{task}: no such candidates"]
-            lists = [s.choice["candidates"] for s in both]
-            if measure := claim["condition"].get("equal"):
-                budget = min(s.search_cost[measure] for s in both)
-                lists = [affordable(self.study, s, budget, measure) for s in both]
-            sets.append([[self.validation.of(cell, task, model, c["label"]) for c in part] for part in lists])
-            every += [runs_ for part in sets[-1] for runs_ in part]
-        shared = set.intersection(*(set(runs_) for runs_ in every)) if every else set()
-        seeds = sorted(shared)
-        if not seeds:
-            return {claim["statistic"]: None}, ["no seed has every candidate's validation points"]
-        wholes = [tuple(frontier.side(part, seeds) for part in parts) for parts in sets]
-        outcome = None
-        if all(None not in pair_ for pair_ in wholes):
-            outcome = frontier.contrast(claim["statistic"], wholes, self.draws)
-        if outcome is None:
-            return {claim["statistic"]: None}, ["too few candidates or validation items"]
-        notes.append(f"{outcome.points} point{'s' if outcome.points > 1 else ''} per method")
-        return {claim["statistic"]: outcome.estimate}, notes
+            ranked: list[list[list[tuple[Any, Mapping[Any, Point]]]]] = [[], []]  # side -> model -> (model, points)
+            for m in models:
+                found = frontier_of(self.study, cell, task, m)
+                both = [find(selected, family, task, m) for family in pair]
+                if None in both or found is None:
+                    return {claim["statistic"]: None}, [f"{task}: no tested frontier"]
+                for side, (family, s) in enumerate(zip(pair, both, strict=True)):
+                    names, measure = list(found.methods[family]), claim["condition"].get("equal")
+                    if measure:
+                        budget = min(s.search_cost[measure] for s in both)
+                        paid = {c["name"] for c in affordable(self.study, s, budget, measure)}
+                        if not paid.issuperset(names):
+                            kept = [name for name in names if name in paid]
+                            notes.append(f"{family}, {task}: {len(kept)} of {len(names)} points are within the budget")
+                            names = kept
+                    ranked[side].append([(m, found.points[name]) for name in names])
+            size = min(len(points) for side in ranked for points in side)
+            if size == 0:
+                return {claim["statistic"]: None}, [*notes, f"{task}: no point within the budget"]
+            sets.append([[_replicates(model, place, side) for place in range(size)] for side in ranked])
+        seeds = sorted(set.intersection(*(set(runs_) for pair_ in sets for side in pair_ for runs_ in side)))
+        wholes = [tuple(frontier.side(side, seeds) for side in pair_) for pair_ in sets] if seeds else []
+        if not wholes or any(whole is None for pair_ in wholes for whole in pair_):
+            return {claim["statistic"]: None}, ["no replicate has every point of the frontiers"]
+        size = max(len(pair_[0]) for pair_ in sets)
+        notes.append(f"{size} point{'s' if size > 1 else ''} per method")
+        value = frontier.contrast(claim["statistic"], wholes, self.draws, aligned=len(models) == 1)
+        return {claim["statistic"]: value}, list(dict.fromkeys(notes))
+
+
+def _replicates(model_seed: Any, place: int, side: Sequence[Sequence[tuple[Any, Mapping[Any, Point]]]]) -> Runs:
+    """Replicate -> the points at one place of the frontiers, one frontier per model."""
+    result: Runs = {}
+    for points in side:
+        model, by_seed = points[place]
+        for seed, point in by_seed.items():
+            result.setdefault(replicate(model_seed, model, seed), []).append(point)
+    return result
 
 
 def _get(chosen: Mapping[tuple[str, Any], Selected | None], task: str, model: Any) -> Selected | None:

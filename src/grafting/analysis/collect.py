@@ -27,7 +27,7 @@ CLOCK = (
     "wall_seconds",
     "peak_memory_bytes",
 )  # differ from run to run: always the last columns
-DEPLOYED = "deployed"
+DEPLOYED, FRONTIER = "deployed", "frontier"  # families that are no method
 ALL = "all"
 
 
@@ -108,6 +108,15 @@ class Selected:
         return tuple(p for p in self.points if (p.labels["stage"] or 0) == last)
 
 
+@dataclass(frozen=True)
+class Frontier:
+    """The points of several methods that dominate most on validation data, on test data."""
+
+    labels: Mapping[str, Any]  # protocol, style, task, model_seed
+    methods: Mapping[str, Sequence[str]]  # method -> names of its candidates, the one that dominates most first
+    points: Mapping[str, Mapping[Any, Point]]  # name of a candidate -> seed -> its point
+
+
 @dataclass
 class Study:
     """All of a report's inputs, read."""
@@ -115,6 +124,7 @@ class Study:
     spec: Mapping[str, Any]
     points: list[Point] = field(default_factory=list)  # validation points, and the deployed model on both splits
     selected: list[Selected] = field(default_factory=list)
+    frontiers: list[Frontier] = field(default_factory=list)
     rollouts: list[dict[str, Any]] = field(default_factory=list)  # task, style, with_demonstration, accuracy, n
     trained: dict[str, dict[str, Any]] = field(default_factory=dict)  # key -> sidecar of a training job
 
@@ -158,6 +168,8 @@ def collect(job: Any) -> Study:
         searched = _searched(choice)
         points = reader.tests(tests[entry["test"]], own, choice)
         study.selected.append(Selected(own, choice, points, searched, reader.cost(searched), f"select/{folder.name}"))
+    folders = job.inputs("frontiers")
+    study.frontiers = [reader.frontier(folders[entry["input"]], entry) for entry in job.spec.get("frontiers", [])]
     folders = job.inputs("rollouts")
     for entry in job.spec.get("rollouts", []):
         summary = _read(folders[entry["input"]] / "summary.json")
@@ -234,6 +246,26 @@ class _Reader:
             points.append(self.point(folder, content["key"], "test", labels, _trained(chosen, labels)))
         return tuple(sorted(points, key=lambda p: (str(p.labels["seed"]), p.labels["stage"] or 0)))
 
+    def frontier(self, folder: Path, entry: Mapping[str, Any]) -> Frontier:
+        """The points of a test of frontiers; which candidate is what stands in the selections."""
+        own = {name: entry[name] for name in ("protocol", "style", "task", "model_seed")}
+        labels = {
+            candidate["name"]: candidate["label"]
+            for selected in self._study.selected
+            if all(selected.labels[name] == value for name, value in own.items())
+            for candidate in selected.choice["candidates"]
+        }
+        methods, points = _read(folder / "frontier.json"), {}
+        for name in dict.fromkeys(name for names in methods.values() for name in names):
+            points[name] = {
+                point["seed"]: self.point(
+                    folder, point["point"], "test",
+                    {**labels[name], **own, "family": FRONTIER, "seed": point["seed"]}, point["trained"],
+                )
+                for point in entry["candidates"][name]
+            }  # fmt: skip
+        return Frontier(own, methods, points)
+
 
 MEND = "delete its record in provenance/ and run snakemake, which makes it again"
 
@@ -286,6 +318,7 @@ def training_curves(job: Any, study: Study) -> dict[str, pd.DataFrame]:
 def table(study: Study) -> pd.DataFrame:
     """One row per point, split, suite and task; stable order; what differs between equal runs comes last."""
     points = [*study.points, *(point for selected in study.selected for point in selected.points)]
+    points += [point for f in study.frontiers for seeds in f.points.values() for point in seeds.values()]
     rows = [
         {
             **{("trained_task" if name == "task" else name): point.labels[name] for name in LABELS},

@@ -15,14 +15,15 @@ from grafting.analysis.collect import ALL, Study, selection_table, table
 from grafting.analysis.figures.frontier import curves
 from grafting.analysis.figures.style import method_style
 from grafting.analysis.figures.training import grouped
+from grafting.analysis.figures.updates import update_name
 from grafting.analysis.sequence import NAMES
 from grafting.analysis.statistics import ITEMS_ONLY, Estimate
 from grafting.analysis.tables import ABSENT
 from grafting.analysis.units import si
 
 
-def write_tables(study: Study, folder: Path) -> None:
-    """evaluations and accuracies as CSV and Parquet, selections and sequence as CSV."""
+def write_tables(study: Study, updates: pd.DataFrame, folder: Path) -> None:
+    """evaluations and accuracies as CSV and Parquet, selections, deltas and sequence as CSV."""
     evaluations = table(study)
     accuracies = pd.DataFrame(
         list(rows.accuracy_rows(study)),
@@ -33,6 +34,7 @@ def write_tables(study: Study, folder: Path) -> None:
         _csv(frame, folder / f"{name}.csv")
         frame.to_parquet(folder / f"{name}.parquet", index=False)
     _csv(selection_table(study), folder / "selections.csv")
+    _csv(updates, folder / "deltas.csv")
     stages = [
         {"style": row["style"], "method": row["method"], "model_seed": row["model_seed"], "stage": stage, "task": task,
          "accuracy": round(value, 6)}
@@ -44,7 +46,7 @@ def write_tables(study: Study, folder: Path) -> None:
          folder / "sequence.csv")  # fmt: skip
 
 
-def write_plots(study: Study, training: Mapping[str, pd.DataFrame], folder: Path) -> None:
+def write_plots(study: Study, training: Mapping[str, pd.DataFrame], updates: pd.DataFrame, folder: Path) -> None:
     """plots/*.csv: what `dvc.yaml` tells `dvc plots` to draw, accuracies in per cent. `series` is a line, `order` the
     order of its points (.dvc/plots/series.json)."""
     folder.mkdir(exist_ok=True)
@@ -71,11 +73,18 @@ def write_plots(study: Study, training: Mapping[str, pd.DataFrame], folder: Path
         for (task, name), frames in grouped(study, training).items()
         for step, value in pd.concat(frames).groupby("step")["loss"].mean().items()
     ]
+    norms = updates[(updates["quantity"] == "relative_norm") & updates["layer"].map(str.isdigit).astype(bool)]
+    means = norms.groupby(["task", "method", "donor", "layer"])["value"].mean()
+    sizes = [
+        (f"{task}: {update_name(method, donor)}", int(layer), int(layer), round(100 * float(value), 4))
+        for (task, method, donor, layer), value in means.items()
+    ]
     for name, found, x, y in (
         ("curves", lines, "prior", "new"),
         ("test", tested, "prior", "new"),
         ("sequence", sequences, "stage", "normalised"),
         ("training", losses, "step", "loss"),
+        ("updates", sorted(sizes), "layer", "relative_norm"),
     ):
         _csv(pd.DataFrame(found, columns=["series", "order", x, y]), folder / f"{name}.csv")
 

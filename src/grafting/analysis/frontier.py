@@ -1,16 +1,13 @@
 """Frontiers: sets of (new, prior) points, what they dominate, and one set against another.
 
-A frontier claim compares two point sets of *equal size* (or equal training cost) that were fixed without looking
-at the items they are compared on: of the larger set as many points are kept as the smaller has, those that
-dominate most on one half of the validation items; they are compared on the other half, and the other way round
-(cross-fitting; the halves are the even and the odd places of the sorted item ids). Nothing of the test data is
-read for it: test points exist only for selected candidates.
+A frontier claim compares two point sets of *equal size* that were fixed before test data were read: of every method
+the points that dominate most together on validation data (`grafting.evaluation.frontier`), as many as the method
+with fewer candidates has. The sets are compared on test data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -71,15 +68,6 @@ def statistic(name: str, left: Sequence[np.ndarray], right: Sequence[np.ndarray]
 Whole = dict[str, tuple[tuple[Key, ...], np.ndarray]]  # suite -> items, [points, seeds, items]
 
 
-@dataclass(frozen=True)
-class Sets:
-    """The two point sets of one task, on one half of its items."""
-
-    left: Side
-    right: Side
-    items: tuple[int, int]  # new, prior
-
-
 def side(candidates: Sequence[Mapping[str, Sequence[Point]]], seeds: Sequence[str]) -> Whole | None:
     """Answers of candidates, each a mapping from replicate to its points; None where a suite is absent."""
     result = {}
@@ -94,12 +82,9 @@ def side(candidates: Sequence[Mapping[str, Sequence[Point]]], seeds: Sequence[st
     return result
 
 
-def _half(whole: Whole, fold: int) -> Side:
-    """The items at even (fold 0) or odd (fold 1) places of every stratum; all of a stratum of one item in fold 0."""
-    return {
-        suite: {name: array[..., a:b][..., fold::2] for name, a, b in blocks(keys) if b - a > fold}
-        for suite, (keys, array) in whole.items()
-    }
+def by_stratum(whole: Whole) -> Side:
+    """Suite -> stratum -> [points, seeds, items]."""
+    return {suite: {name: array[..., a:b] for name, a, b in blocks(keys)} for suite, (keys, array) in whole.items()}
 
 
 def means(part: Side) -> list[np.ndarray]:
@@ -107,71 +92,40 @@ def means(part: Side) -> list[np.ndarray]:
     return [np.mean([array.mean(-1) for array in part[suite].values()], axis=0) for suite in (NEW, PRIOR)]
 
 
-def choose(part: Side, k: int) -> list[int]:
-    """Places of k points that dominate most together, found one by one (greedy; the first of equals)."""
-    new, prior = (values.mean(axis=1) for values in means(part))
-    kept: list[int] = []
-    for _ in range(min(k, len(new))):
-        rest = [i for i in range(len(new)) if i not in kept]
-        sets = np.array([[*kept, i] for i in rest])
-        kept.append(rest[int(np.argmax(hypervolume(new[sets], prior[sets])))])
-    return sorted(kept)
+def contrast(name: str, tasks: Sequence[tuple[Whole, Whole]], draws: Draws, aligned: bool = True) -> Estimate:
+    """Statistic `name` of left against right, mean over tasks.
 
-
-def _take(part: Side, places: Sequence[int]) -> Side:
-    return {suite: {name: array[list(places)] for name, array in strata.items()} for suite, strata in part.items()}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A frontier comparison: its estimate and the number of points per side."""
-
-    estimate: Estimate
-    points: int
-
-
-def contrast(name: str, tasks: Sequence[tuple[Whole, Whole]], draws: Draws) -> Outcome | None:
-    """Statistic `name` of left against right, mean over tasks; None when a half of a task's items is empty."""
-    fitted: list[list[Sets]] = [[], []]
-    size = 0
-    for wholes in tasks:
-        k = min(len(whole[NEW][1]) for whole in wholes)
-        size = max(size, k)
-        halves = [[_half(whole, fold) for whole in wholes] for fold in (0, 1)]
-        if not all(part[suite] for half in halves for part in half for suite in (NEW, PRIOR)):
-            return None
-        for fold in (0, 1):
-            kept = [_take(part, choose(other, k)) for part, other in zip(halves[fold], halves[1 - fold], strict=True)]
-            counts = tuple(sum(v.shape[-1] for v in halves[fold][0][suite].values()) for suite in (NEW, PRIOR))
-            fitted[fold].append(Sets(kept[0], kept[1], counts))
-    every = [sets for fold in fitted for sets in fold]
-    mean = np.mean([_at(name, sets, over_seeds=True) for sets in every])
-    per_seed = np.mean([_at(name, sets, over_seeds=False) for sets in every], axis=0)
-    drawn = np.mean(
-        [_drawn(name, sets, (t, fold), draws) for fold in (0, 1) for t, sets in enumerate(fitted[fold])], axis=0
-    )
-    new = sum(sets.items[0] for sets in every)
-    prior = max(sum(fold[t].items[1] for fold in fitted) for t in range(len(tasks)))
+    aligned: a point is the same candidate in every replicate, so that the statistic is that of the means over
+    replicates. Else (each model has a frontier of its own) it is the mean of the replicates' statistics.
+    """
+    sides = [tuple(by_stratum(whole) for whole in wholes) for wholes in tasks]
+    per_seed = np.mean([statistic(name, *([v.T for v in means(part)] for part in pair)) for pair in sides], axis=0)
+    if aligned:
+        over = [[[v.mean(axis=1) for v in means(part)] for part in pair] for pair in sides]
+        mean = float(np.mean([statistic(name, *pair) for pair in over]))
+        drawn = [_drawn(name, pair, task, draws, None) for task, pair in enumerate(sides)]
+    else:
+        mean = float(np.mean(per_seed))
+        replicates = range(len(per_seed))
+        drawn = [_drawn(name, pair, task, draws, r) for task, pair in enumerate(sides) for r in replicates]
+    new = sum(len(left[NEW][0]) for left, _ in tasks)
+    prior = max(len(left[PRIOR][0]) for left, _ in tasks)
     # the pseudo-items of both suites: an area and a matched difference move by at most as much as the accuracies
-    variance = float(np.var(drawn, ddof=1)) + 2 / new**2 + 2 / prior**2
-    return Outcome(combine(float(mean), per_seed, variance, new + prior), size)
+    variance = float(np.var(np.mean(drawn, axis=0), ddof=1)) + 2 / new**2 + 2 / prior**2
+    return combine(mean, per_seed, variance, new + prior)
 
 
-def _at(name: str, sets: Sets, over_seeds: bool) -> np.ndarray:
-    """The statistic of the means over seeds, or seed by seed [seeds]."""
-    sides = [means(part) for part in (sets.left, sets.right)]  # per suite [points, seeds]
-    return statistic(name, *([v.mean(axis=1) if over_seeds else v.T for v in values] for values in sides))
-
-
-def _drawn(name: str, sets: Sets, place: tuple[int, int], draws: Draws) -> np.ndarray:
-    """[draws]: the statistic over draws of the items, seeds averaged. New items differ between tasks (`place`: task,
-    half), prior items are the same for all of them and are drawn together."""
+def _drawn(name: str, pair: tuple[Side, Side], task: int, draws: Draws, replicate: int | None) -> np.ndarray:
+    """[draws]: the statistic over draws of the items, of one replicate or of their mean. New items differ between
+    tasks, prior items are the same for all of them and are drawn together."""
     sides = []
-    for part in (sets.left, sets.right):
-        names = {NEW: f"{NEW}/{place[0]}/{place[1]}", PRIOR: f"{PRIOR}/{place[1]}"}
+    for part in pair:
         strata = [
-            {f"{names[suite]}/{stratum}": array.mean(axis=1) for stratum, array in part[suite].items()}
-            for suite in (NEW, PRIOR)
+            {
+                f"{label}/{stratum}": array.mean(axis=1) if replicate is None else array[:, replicate]
+                for stratum, array in part[suite].items()
+            }
+            for suite, label in ((NEW, f"{NEW}/{task}"), (PRIOR, PRIOR))
         ]
         sides.append([draws.means(s).T for s in strata])  # [draws, points]
     step = max(1, CHUNK // (LEVELS * max(values[0].shape[1] for values in sides)))

@@ -15,15 +15,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import yaml
 
 from grafting.analysis import exports, figures, records, tables
 from grafting.analysis.cells import cells, observations, overall_model, runs, task_names
 from grafting.analysis.claims import counts, make_claims
-from grafting.analysis.collect import Study, collect, training_curves
+from grafting.analysis.collect import MEND, Study, collect, training_curves
 from grafting.analysis.page import write_page
 from grafting.analysis.statistics import estimate
+from grafting.errors import UserError
+
+DELTAS = ["model_seed", "seed", "layer", "task", "method", "donor", "lr", "other", "quantity", "value"]
 
 
 def run(job: Any) -> None:
@@ -40,13 +44,14 @@ def run(job: Any) -> None:
     aside = Path(tempfile.mkdtemp(prefix=".report-", dir=results))
     try:
         (aside / "figures").mkdir()
-        exports.write_tables(study, aside)
-        exports.write_plots(study, training, aside / "plots")
+        updates = deltas(job)
+        exports.write_tables(study, updates, aside)
+        exports.write_plots(study, training, updates, aside / "plots")
         exports.write_latex(study, claims, aside / "tables")
         _write(aside / "claims.json", _json(claims))
         _write(aside / "metrics.json", _json(metrics(study, claims)))
         _write(aside / "config.resolved.yaml", yaml.safe_dump(job.spec["settings"], sort_keys=False))
-        drawn = figures.write_figures(study, aside / "figures", training, reference(job.spec), deltas(job))
+        drawn = figures.write_figures(study, aside / "figures", training, reference(job.spec), updates)
         write_page(aside / "report.html", study, claims, drawn, aside / "figures", records.behind(job))
         _write(aside / "summary.md", tables.summary(study, claims))
         _publish(aside, results)
@@ -67,16 +72,20 @@ def reference(spec: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
     }
 
 
-def deltas(job: Any) -> pd.DataFrame | None:
-    """Per-tensor norms of the written grafts' updates, where their payloads have them (deltas.csv)."""
-    parts = []
-    for folder in job.inputs("models"):
-        path = folder / "deltas.csv"
-        if path.is_file():
-            frame = pd.read_csv(path)
-            if {"tensor", "relative_norm"} <= set(frame.columns):
-                parts.append(frame.assign(model=folder.name.rpartition("-")[0]))
-    return pd.concat(parts) if parts else None
+def deltas(job: Any) -> pd.DataFrame:
+    """What the updates look like, layer by layer; no rows in a study without single tasks."""
+    folders, parts = job.inputs("deltas"), []
+    for entry in job.spec.get("deltas", []):
+        path = folders[entry["input"]] / "deltas.csv"
+        try:
+            frame = pd.read_csv(path, dtype={"layer": str, "other": str}, keep_default_na=False, na_values=["nan"])
+            wrong = np.isinf(frame["value"].astype(float)).any()
+        except (OSError, KeyError, ValueError) as error:
+            raise UserError(f"{path.parent.name}/{path.name}: no table of updates ({error}); {MEND}") from None
+        if wrong:
+            raise UserError(f"{path.parent.name}/{path.name}: holds an infinite value; {MEND}")
+        parts.append(frame.assign(model_seed=entry["model_seed"], seed=entry["seed"])[DELTAS])
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=DELTAS)
 
 
 def _link_models(job: Any, folder: Path) -> None:

@@ -47,7 +47,7 @@ def _verdict(study: Study, claims: Mapping[str, Any]) -> str:
             *(
                 f"{words}: **{claims[kind]['verdict']}** ({claims[kind]['comparisons']} comparisons)."
                 for kind, words in (
-                    (FRONTIER, "The same of whole frontiers, equal numbers of points, validation data"),
+                    (FRONTIER, "The same of whole frontiers, equal numbers of points fixed on validation data"),
                     (EQUAL_COST, "The same when neither side may spend more FLOPs"),
                 )
                 if claims[kind]["comparisons"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,61 +15,72 @@ from grafting.merging.arrays import dot
 from grafting.merging.engine import Donor, Job, Merge, Scratch, Stream
 from grafting.merging.planning import Plan
 from grafting.models.numerics import FORMATS
+from grafting.models.safefiles import Checkpoint
 
 COLUMNS = ("layer", "model", "other", "quantity", "value")
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.")
 
 
 def diagnose(plan: Plan, advance: Callable[[int], None] = lambda _: None) -> list[dict]:
+    """`measure` of the updates of a merge, all pairs; models are named by their folders."""
+    pairs = list(combinations(range(len(plan.merge.donors)), 2))
+    return measure(plan.merge, plan.reference, model_names(plan), pairs, advance)
+
+
+def measure(
+    merge: Merge,
+    reference: Checkpoint,
+    names: Sequence[Any],
+    pairs: Sequence[tuple[int, int]],
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[dict]:
     """Rows of `COLUMNS` per layer (its number, or the tensor's name outside layers) and for `all`.
 
-    For every model: `norm` of its delta, `relative_norm` (over the anchor's), `donor_distance` (the norm of
-    donor - anchor over the anchor's). For every pair: `cosine` of the deltas and `sign_agreement`, the share of
-    coordinates with equal signs among those where neither is zero (NaN where there is none). Models are named
-    by their folders. `advance` is told the bytes of each tensor that is done.
+    For every update: `norm` of its delta, `relative_norm` (over the anchor's), `donor_distance` (the norm of
+    donor - anchor over the anchor's). For every one of `pairs` (places): `cosine` of the deltas and
+    `sign_agreement`, the share of coordinates with equal signs among those where neither is zero (NaN where there is
+    none). `names`: what the updates are called. `advance` is told the bytes of each tensor that is done.
     """
-    merge, reference = plan.merge, plan.reference
     n = len(merge.donors)
-    # the donors' own distances are deltas from the anchor as well
+    # the donors' own distances are deltas from the anchor as well; one donor often serves many updates
+    apart = list(dict.fromkeys(pair.donor for pair in merge.donors))
     donors = [Donor(p.trained, p.donor, "", p.mask) for p in merge.donors]
-    donors += [Donor(p.donor, merge.anchor, "") for p in merge.donors]
+    donors += [Donor(donor, merge.anchor, "") for donor in apart]
     both = Merge(merge.operator, merge.anchor, donors, merge.points)
     sums: dict[str, np.ndarray] = {}
-    signs: dict[str, np.ndarray] = {}
     scratch = Scratch()
     for name in reference.names:
         stored, layer = reference.tensors[name], layer_of(name)
-        gram, agree = np.zeros((2 * n + 1, 2 * n + 1)), np.zeros((2, n, n))
+        # squared norms of the anchor, the deltas and the donors' deltas; per pair products, equal and nonzero signs
+        total = np.zeros(1 + n + len(apart) + 3 * len(pairs))
+        squares, products = total[: 1 + n + len(apart)], total[1 + n + len(apart) :].reshape(3, len(pairs))
         form = FORMATS["F32"] if stored.form.wide == np.float64 else stored.form
         for _, anchor, deltas in Stream(both, Job(name, form, stored.shape, {}, {}, 1.0), scratch).chunks():
-            vectors = [anchor, *deltas]
-            for i in range(2 * n + 1):
-                gram[i, i] += dot(vectors[i], vectors[i])
-            for i, j in combinations(range(n), 2):
-                gram[1 + i, 1 + j] += dot(deltas[i], deltas[j])
-                product = np.sign(deltas[i]) * np.sign(deltas[j])
-                agree[0, i, j] += np.count_nonzero(product > 0)
-                agree[1, i, j] += np.count_nonzero(product)
+            squares += [dot(vector, vector) for vector in (anchor, *deltas)]
+            signs = [np.sign(delta).astype(np.int8) for delta in deltas[:n]]
+            for place, (i, j) in enumerate(pairs):
+                product = signs[i] * signs[j]
+                nonzero = np.count_nonzero(product)
+                # every product is -1, 0 or 1: their sum says how many are positive
+                positive = (nonzero + int(product.sum(dtype=np.int64))) // 2
+                products[:, place] += dot(deltas[i], deltas[j]), positive, nonzero
         for key in (layer, "all"):
-            sums[key] = sums.get(key, 0) + gram
-            signs[key] = signs.get(key, 0) + agree
+            sums[key] = sums.get(key, 0) + total
         advance(stored.nbytes)
-    names = model_names(plan)
     rows = []
     for layer in sorted(sums, key=_order):
-        gram, agree = sums[layer], signs[layer]
-        norms = np.sqrt(np.diag(gram))
+        norms = np.sqrt(sums[layer][: 1 + n + len(apart)])
         for i in range(n):
             values = {
                 "norm": norms[1 + i],
                 "relative_norm": _ratio(norms[1 + i], norms[0]),
-                "donor_distance": _ratio(norms[1 + n + i], norms[0]),
+                "donor_distance": _ratio(norms[1 + n + apart.index(merge.donors[i].donor)], norms[0]),
             }
             rows += [_row(layer, names[i], "", quantity, value) for quantity, value in values.items()]
-        for i, j in combinations(range(n), 2):
-            cosine = _ratio(gram[1 + i, 1 + j], norms[1 + i] * norms[1 + j])
+        for (i, j), (product, positive, nonzero) in zip(pairs, sums[layer][len(norms) :].reshape(3, -1).T):
+            cosine = _ratio(product, norms[1 + i] * norms[1 + j])
             rows.append(_row(layer, names[i], names[j], "cosine", cosine))
-            rows.append(_row(layer, names[i], names[j], "sign_agreement", _ratio(agree[0, i, j], agree[1, i, j])))
+            rows.append(_row(layer, names[i], names[j], "sign_agreement", _ratio(positive, nonzero)))
     return rows
 
 
@@ -124,7 +136,7 @@ def _draw(rows: list[dict], path: Path) -> Path:
     return path
 
 
-def _row(layer: str, model: str, other: str, quantity: str, value: float) -> dict:
+def _row(layer: str, model: Any, other: Any, quantity: str, value: float) -> dict:
     return dict(zip(COLUMNS, (layer, model, other, quantity, float(value))))
 
 

@@ -53,7 +53,9 @@ ENTRIES = {
     "train": "grafting.training.stage",
     "sensitivity": "grafting.sensitivity.stage",
     "merge": "grafting.merging.stage",
+    "deltas": "grafting.merging.deltas",
     "evaluate": "grafting.evaluation.stage",
+    "frontier": "grafting.evaluation.frontier",
     "select": "grafting.evaluation.select",
     "report": "grafting.analysis.report",
 }

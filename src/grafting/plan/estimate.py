@@ -116,6 +116,8 @@ class Estimate:
         return Amount(disk=self.checkpoint, memory=self.checkpoint)
 
     def _merge(self, job: Job) -> Amount:
+        if "updates" in job.spec:  # looked at, in pieces; only a table is written
+            return Amount(seconds=len(job.spec["updates"]) * self.checkpoint / 1e9)
         # two models beside the result, in float32 where the stored type is shorter
         return Amount(seconds=self.checkpoint / 1e9, disk=self.checkpoint, memory=4 * self.parameters * 3)
 
@@ -163,7 +165,10 @@ class Estimate:
             suites.append(("harness", prior * count, 1))
         else:
             suites.append((kind, prior, 1))
-        for _ in spec["points"]:
+        points = len(spec["points"])
+        if "keep" in spec:  # of frontiers only some points are tested, whichever they will be
+            points = min(points, len(self.study.config.seeds) * sum(size for _, size in spec["keep"]))
+        for _ in range(points):
             for name, items, drawn in suites:
                 total.add(self._answers(name, items, spec["max_new_tokens"], drawn))
         total.memory *= 1 + 2 * bool(job.inputs.get("trained"))  # a sweep holds the update and its donor, too

@@ -38,7 +38,10 @@ class Inputs:
 
 def report_of(study: Study) -> tuple[dict, dict[str, list[str]]]:
     """Spec and inputs of the report on a study whose jobs are all planned."""
-    config, inputs = study.config, Inputs("evaluations", "selections", "tests", "rollouts", "models", "trained")
+    config, inputs = (
+        study.config,
+        Inputs("evaluations", "selections", "tests", "rollouts", "models", "frontiers", "deltas", "trained"),
+    )
 
     def located(entry: dict, role: str) -> dict:
         return {"input": inputs.place(role, entry["job"]), **{k: v for k, v in entry.items() if k != "job"}}
@@ -62,6 +65,8 @@ def report_of(study: Study) -> tuple[dict, dict[str, list[str]]]:
             for entry in study.selections
         ],
         "rollouts": [located(entry, "rollouts") for entry in study.rollouts],
+        "frontiers": [located(entry, "frontiers") for entry in study.frontiers],
+        "deltas": [located(entry, "deltas") for entry in study.deltas],
         "notes": notes(study),
         "claims": claims_of(study),
         "reference": published_by_others(),

@@ -14,12 +14,14 @@ from grafting.config.schema import Config, Source
 from grafting.errors import UserError
 from grafting.plan.aliases import Aliases
 from grafting.plan.code import PROJECT, own_digest, project_aliases
+from grafting.plan.frontiers import add_frontiers
 from grafting.plan.jobs import Job, Texts, joined, key_of, keyed_points, quote, with_terms
 from grafting.plan.learning import Learning
 from grafting.plan.protocols import Candidate, Family, parallel_families, sequential_families, single_families
 from grafting.plan.reporting import report_of
 from grafting.plan.scoring import files_for, scoring
 from grafting.plan.sources import files_of
+from grafting.plan.updates import add_updates
 from grafting.provenance.files import canonical
 from grafting.tasks import known_priors, tasks_of
 from grafting.tasks.harness_suites import VERSION, suite_of
@@ -60,7 +62,7 @@ class Study(Learning):
         self.families: list[Family] = []
         self.evaluations: list[dict] = []
         self.selections: list[dict] = []
-        self.rollouts: list[dict] = []
+        self.rollouts, self.frontiers, self.deltas = list[dict](), list[dict](), list[dict]()
         self._behind: dict[str, list[str]] = {}
         self._made: dict[tuple, list[str]] = {}
         self._texts = Texts()
@@ -207,8 +209,10 @@ class Study(Learning):
         self._reference()
         builders = {"single": single_families, "sequential": sequential_families, "parallel": parallel_families}
         for protocol in self.config.protocols:
-            for family in builders[protocol](self):
+            for family in (families := builders[protocol](self)):
                 self._select(family)
+            add_frontiers(self, families)
+            add_updates(self, families)
 
     def _sensitivity(self) -> dict[str, str]:
         masks = self.config.graft.masks

@@ -39,7 +39,9 @@ MODULES = {
     "train": "grafting.training",
     "sensitivity": "grafting.sensitivity",
     "merge": "grafting.merging",
+    "deltas": "grafting.merging.deltas",
     "evaluate": "grafting.evaluation",
+    "frontier": "grafting.evaluation.frontier",
     "select": "grafting.evaluation.select",
 }
 #: Facts of the host and versions that decide whether bytes must be equal.

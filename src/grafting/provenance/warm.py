@@ -42,9 +42,11 @@ PRELOADED = (
     "grafting.provenance.runner",
     # the rooms as they are when the run starts, as their digests in the plan are; the report's libraries
     # are heavy and needed once, so it imports for itself
+    "grafting.evaluation.frontier",
     "grafting.evaluation.select",
     "grafting.evaluation.stage",
     "grafting.evaluation.suites",
+    "grafting.merging.deltas",
     "grafting.merging.stage",
     "grafting.merging.sweep",
     "grafting.models.stage",

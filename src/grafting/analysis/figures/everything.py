@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from grafting.analysis.collect import Study
-from grafting.analysis.figures import frontier, sequences, sweeps, training
+from grafting.analysis.figures import frontier, sequences, sweeps, training, updates
 from grafting.analysis.figures.style import RC, save
 
 #: file name -> (title, what it shows); in the order of the report
@@ -28,7 +28,9 @@ FIGURES = {
               "same size."),
     "cost": ("Cost", "Test accuracy against training FLOPs; dotted lines run to what the whole search cost."),
     "training": ("Training", "What training logged, per task and learner."),
-    "deltas": ("Updates, layer by layer", "Norm of the selected grafts' updates relative to the weights."),
+    "deltas": ("Updates, layer by layer", "Before anything is merged: how large every update is, how far its donor "
+               "lies from the deployed model, and whether two updates point the same way (cosine 1) or have nothing "
+               "in common (0; equal signs: one half)."),
     "reference": ("Beside published figures", "Others' numbers (grey panels), from reference/: other models, other "
                   "tasks. Context, not targets."),
 }  # fmt: skip
@@ -36,7 +38,7 @@ FIGURES = {
 
 def write_figures(
     study: Study, folder: Path, curves: Mapping[str, pd.DataFrame], reference: Mapping[str, pd.DataFrame],
-    deltas: pd.DataFrame | None = None,
+    deltas: pd.DataFrame,
 ) -> list[str]:  # fmt: skip
     """Writes <name>.svg and <name>.pdf for every figure the study has data for; returns their names."""
     import matplotlib
@@ -51,7 +53,7 @@ def write_figures(
         "masks": lambda: sweeps.draw_masks(study),
         "cost": lambda: sweeps.draw_cost(study),
         "training": lambda: training.draw_training(study, curves),
-        "deltas": lambda: training.draw_deltas(study, deltas),
+        "deltas": lambda: updates.draw_updates(study, deltas),
         "reference": lambda: training.draw_reference(study, reference),
     }
     written = []

@@ -1,8 +1,7 @@
-"""Training curves, others' published figures beside ours, and how large an update is in every layer."""
+"""Training curves, and others' published figures beside ours."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -145,31 +144,3 @@ def _mark(axis: Any, family: str, prior: float, new: float, handles: dict[str, A
     (line,) = axis.plot(prior, new, marker=marker, color=colour, markersize=size, linestyle="none",
                         markeredgecolor="black", markeredgewidth=0.7)  # fmt: skip
     handles.setdefault(name, line)
-
-
-def draw_deltas(study: Study, table: pd.DataFrame | None) -> Any | None:
-    """Norm of the update relative to the weights', per layer, one line per donor; None without such a table.
-
-    table: columns model (name of a written graft), tensor, relative_norm.
-    """
-    if table is None or table.empty:
-        return None
-    layers = table.assign(layer=table["tensor"].map(_layer)).dropna(subset="layer")
-    if layers.empty:
-        return None
-    squared = layers.assign(square=layers["relative_norm"] ** 2).groupby(["model", "layer"])["square"].mean()
-    figure = new_figure(6.4, 3.8)
-    axis = figure.subplots()
-    for place, (model, values) in enumerate((squared**0.5).groupby(level="model")):
-        axis.plot(values.index.get_level_values("layer"), values, marker="osD^vPX"[place % 7], markersize=4,
-                  linewidth=1.1, label=str(model))  # fmt: skip
-    axis.set_xlabel("layer")
-    axis.set_ylabel("norm of the update / norm of the weights")
-    axis.set_ylim(bottom=0)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
-    return figure
-
-
-def _layer(tensor: str) -> int | None:
-    found = re.search(r"\.(\d+)\.", tensor)
-    return int(found.group(1)) if found else None

@@ -1,7 +1,8 @@
 """`report.html`: one self-contained page. Verdict first, then tables, figures, methods, cost, provenance, limits.
 
 No request leaves the file: style, script and pictures are inside, and a content security policy forbids the rest.
-Without its script the page still shows everything; the script sorts, filters and opens what a link points at.
+Without its script the page still shows every table and names the figures' files; the script sorts, filters, draws
+figures and opens what a link points at.
 """
 
 from __future__ import annotations

@@ -42,15 +42,14 @@ def methods(study: Study, claims: Mapping[str, Any]) -> str:
         "directions to "
         "which the deployed model θ₀ is most sensitive. " + tables.opsd_sentence(claims["opsd"]),
         "Learning rate, donor, λ and mask are chosen by validation data, mean over seeds; test data are read "
-        "once, for what "
-        "was chosen. Old-task (prior) accuracy is the mean over the capabilities to keep.",
+        "once, for what was chosen and for the points of the frontiers. Old-task (prior) accuracy is the mean over "
+        "the capabilities to keep.",
         f"Intervals are over seeds and items (Student's t over seeds and a normal term over items, added in square). "
         f"{COVERAGE} Beside the headline comparisons claims.json holds the percentile interval of a hierarchical "
         "bootstrap "
         "(seeds, then items, 10 000 draws).",
-        "Frontier claims compare point sets of equal size. Of the larger set those are kept that dominate most "
-        "on one half "
-        "of the validation items; they are compared on the other half, and the other way round.",
+        "Frontier claims compare point sets of equal size on test data: of every method the points that dominate most "
+        "on validation data, fixed before test data were read, as many as the method with fewer candidates has.",
     ]
     body = [[key, value] for key, value in _leaves(study.spec["settings"])]
     return (

@@ -47,6 +47,7 @@ figure{margin:1rem 0 1.8rem}
 figure img{display:block;max-width:100%;height:auto;background:#fff;border:1px solid var(--line);border-radius:6px;
 padding:.4rem}
 @media (prefers-color-scheme:dark){figure img{filter:brightness(.88)}}
+section{content-visibility:auto;contain-intrinsic-size:auto 60rem}
 details{border:1px solid var(--line);border-radius:6px;margin:.35rem 0;padding:.3rem .7rem}
 details>summary{cursor:pointer;overflow-wrap:anywhere}
 details:target{background:var(--mark)}
@@ -58,7 +59,7 @@ footer{max-width:76rem;margin:3rem auto 2rem;padding:1rem 1.2rem;border-top:1px 
 font-size:.85rem}
 @media (max-width:40rem){body{font-size:15px}h1{font-size:1.4rem}main,header.top{padding:0 .8rem}
 .figure-scroll{overflow-x:auto}.figure-scroll img{min-width:36rem}dl{grid-template-columns:1fr}dt{margin-top:.3rem}}
-@media print{nav,.filter{display:none}.scroll{max-height:none;overflow:visible}}
+@media print{section{content-visibility:visible}nav,.filter{display:none}.scroll{max-height:none;overflow:visible}}
 """
 
 SCRIPT = """
@@ -89,7 +90,13 @@ document.querySelectorAll('table.live').forEach(function(table){
    var text=r.textContent.toLowerCase(),fits=words.every(function(w){return text.indexOf(w)>=0;});
    r.hidden=!fits;shown+=fits;});
   said.textContent=shown+' of '+body.rows.length+' rows';}
- box.addEventListener('input',filter);filter();});
+ box.addEventListener('input',filter);if(box.value){filter();}});
+var pictures=document.querySelectorAll('img[data-src]');
+function draw(img){if(img.dataset.src){img.src=img.dataset.src;delete img.dataset.src;}}
+var near=new IntersectionObserver(function(seen){seen.forEach(function(e){
+ if(e.isIntersecting){draw(e.target);near.unobserve(e.target);}});},{rootMargin:'800px'});
+pictures.forEach(function(img){near.observe(img);});
+window.addEventListener('beforeprint',function(){pictures.forEach(draw);});
 function open(){var id=decodeURIComponent(location.hash.slice(1)),at=id&&document.getElementById(id);
  if(!at){return;}for(var p=at;p;p=p.parentElement){if(p.tagName==='DETAILS'){p.open=true;}}
  at.scrollIntoView();var s=at.querySelector('summary');if(s){s.focus({preventScroll:true});}}

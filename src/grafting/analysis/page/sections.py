@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -30,7 +31,7 @@ from grafting.analysis.sequence import NAMES
 
 KINDS = {
     CLAIM: "one selected graft against the selected OPSD and SFT; test data",
-    FRONTIER: "whole frontiers, equal numbers of points; validation data",
+    FRONTIER: "whole frontiers, equal numbers of points fixed on validation data; test data",
     EQUAL_COST: "neither side may spend more FLOPs than the other",
 }
 TWO_SIDED = ("new task, points", "prior, points")
@@ -151,13 +152,13 @@ def claims(study: Study, said: Mapping[str, Any]) -> str:
     """Every comparison."""
     several = _several(study)
     header = ["kind", "protocol", "style", "task", *(["model"] if several else []), "comparison", "statistic",
-              *TWO_SIDED, "verdict", "Holm", "data", "what it asks, notes"]  # fmt: skip
+              *TWO_SIDED, "verdict", "Holm", "what it asks, notes"]  # fmt: skip
     body = [
         [
             c["kind"].replace("_", " "), c["protocol"], c["style"], c["task"],
             *([str(c["model_seed"])] if several else []), _versus(c), c["statistic"].replace("_", " "),
             gap(c["new"]) if "new" in c else ("", None), gap(c["prior"] if "new" in c else c["value"]),
-            shown(c["verdict"]), c["adjusted"] or "", c["split"], "; ".join([c["asks"], *c["notes"]]),
+            shown(c["verdict"]), c["adjusted"] or "", "; ".join([c["asks"], *c["notes"]]),
         ]
         for c in said["comparisons"]
     ]  # fmt: skip
@@ -201,16 +202,26 @@ def sequence(study: Study) -> str:
 
 
 def figures(names: Sequence[str], folder: Path) -> str:
-    """The figures, inside the page."""
+    """The figures, inside the page. The script draws one when it comes near the window: drawing all of them at once
+    took most of the time until the page was there, and browsers load what is inline at once whatever `loading` says."""
     blocks = []
     for name in names:
         title, text = FIGURES[name]
-        data = base64.b64encode((folder / f"{name}.svg").read_bytes()).decode("ascii")
+        svg = (folder / f"{name}.svg").read_bytes()
+        width, height = _size(svg)
+        data = base64.b64encode(svg).decode("ascii")
         blocks.append(
             f'<figure id="figure-{name}"><h3>{title}</h3><div class="figure-scroll" tabindex="0">'
-            f'<img loading="lazy" decoding="async" alt="{escape(title)}: {escape(text)}" '
-            f'src="data:image/svg+xml;base64,{data}"></div>'
+            f'<img decoding="async" alt="{escape(title)}: {escape(text)}" width="{width}" height="{height}" '
+            f'data-src="data:image/svg+xml;base64,{data}">'
+            f'<noscript>Drawn by a script: see <a href="figures/{name}.svg">figures/{name}.svg</a></noscript></div>'
             f'<figcaption>{escape(text)} <a href="figures/{name}.svg">SVG</a>, <a href="figures/{name}.pdf">PDF</a>'
             "</figcaption></figure>"
         )
     return "\n".join(blocks)
+
+
+def _size(svg: bytes) -> tuple[int, int]:
+    """Width and height of a picture in CSS pixels, so that nothing moves when it is drawn; the file has points."""
+    width, height = re.search(rb'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', svg).groups()
+    return round(float(width) * 4 / 3), round(float(height) * 4 / 3)

@@ -355,6 +355,34 @@ def test_a_missing_payload_is_named(study, tmp_path):
         report.run(job)
 
 
+def test_one_seed_is_marked_everywhere(tmp_path):
+    job = synthetic.tiny_study(tmp_path, seeds=(0,), donors=("deployed", "base")).job()
+    report.run(job)
+    assert set(pd.read_csv(job.results / "accuracies.csv").basis) == {ITEMS_ONLY}
+    found = json.loads((job.results / "claims.json").read_text())
+    tested = [c for c in found["comparisons"] if c["verdict"] != "missing"]
+    assert tested and all("interval over items only: says nothing about other seeds" in c["notes"] for c in tested)
+    assert "<em>i</em>" in (job.results / "report.html").read_text()
+    assert "^{i}" in (job.results / "tables" / "single_own.tex").read_text()
+    assert len(list((job.results / "figures").glob("*.svg"))) == len(FIGURES)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_study_in_which_everything_is_equal_can_be_reported(tmp_path, monkeypatch):
+    """Every answer right, no variance anywhere: intervals stay open, nothing is divided by zero."""
+    monkeypatch.setattr(synthetic, "expected", lambda *_: (1.0, 1.0))
+    every = lambda task: dict.fromkeys([task] if task != "all" else synthetic.TASKS, 1.0)  # noqa: E731
+    monkeypatch.setattr(synthetic, "accuracies", lambda c, protocol, style, task, *_: (every(task), 1.0))
+    job = synthetic.tiny_study(tmp_path, donors=("deployed", "base")).job()
+    report.run(job)
+    frame = pd.read_csv(job.results / "accuracies.csv")
+    assert set(frame.accuracy) == {1.0} and (frame.low < 1).all()
+    found = json.loads((job.results / "claims.json").read_text())
+    assert {c["verdict"] for c in found["comparisons"]} == {"inconclusive"} and found["verdict"] == "inconclusive"
+    assert all(c[name]["mean"] == 0 for c in found["comparisons"] for name in ("new", "prior", "value") if name in c)
+    assert len(list((job.results / "figures").glob("*.svg"))) == len(FIGURES)
+
+
 def test_several_models_are_the_replicates_of_the_overall_claim(tmp_path):
     job = synthetic.tiny_study(tmp_path, seeds=(0,), model_seeds=(0, 1), donors=("deployed", "base")).job()
     read = collect(job)

@@ -14,6 +14,7 @@ import yaml
 from grafting.analysis import claims
 from grafting.analysis.cells import affordable, jobs_of
 from grafting.analysis.collect import collect, training_curves
+from grafting.analysis.report import deltas
 from grafting.config.claims import METHODS, check_methods, load_claims
 from grafting.errors import UserError
 from grafting.evaluation.frontier import area
@@ -285,6 +286,24 @@ def test_a_training_log_with_nan_names_file_and_step(copied):
         training_curves(job, study)
     path.unlink()
     assert path.parent.name not in training_curves(job, study) and training_curves(job, study)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("relative_norm,0.01", "relative_norm,nan", "a value is no number"),
+        ("norm,3", "norm,inf", "a value is no number"),
+        ("norm,3", "norm,three", "no table of updates"),
+        ("quantity,value", "quantity", "no table of updates"),
+    ],
+)
+def test_a_table_of_updates_without_numbers_is_named(copied, old, new, message):
+    job, root = copied
+    assert len(deltas(job)) > 100
+    path = sorted((root / "store" / "merge").glob("deltas.*/deltas.csv"))[0]
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(UserError, match=rf"{path.parent.name}/deltas\.csv: {message}"):
+        deltas(job)
 
 
 def test_damaged_predictions_are_named(copied):

@@ -79,11 +79,12 @@ def deltas(job: Any) -> pd.DataFrame:
         path = folders[entry["input"]] / "deltas.csv"
         try:
             frame = pd.read_csv(path, dtype={"layer": str, "other": str}, keep_default_na=False, na_values=["nan"])
-            wrong = np.isinf(frame["value"].astype(float)).any()
+            value, pair = frame["value"].astype(float), frame["other"] != ""
         except (OSError, KeyError, ValueError) as error:
             raise UserError(f"{path.parent.name}/{path.name}: no table of updates ({error}); {MEND}") from None
-        if wrong:
-            raise UserError(f"{path.parent.name}/{path.name}: holds an infinite value; {MEND}")
+        # of a pair without an update there is no cosine
+        if np.isinf(value).any() or value[~pair].isna().any():
+            raise UserError(f"{path.parent.name}/{path.name}: a value is no number; {MEND}")
         parts.append(frame.assign(model_seed=entry["model_seed"], seed=entry["seed"])[DELTAS])
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=DELTAS)
 

@@ -49,7 +49,14 @@ def add_frontiers(study: Study, families: Sequence[Family]) -> None:
             {
                 **inputs,
                 "selections": [chosen["selection"] for _, chosen in kept],
-                "tests": list(dict.fromkeys(chosen["test"] for _, chosen in members)),
+                # what another method's selection may have tested already
+                "tests": list(
+                    dict.fromkeys(
+                        chosen["test"]
+                        for family, chosen in members
+                        if any(c.name in candidates for c in family.candidates)
+                    )
+                ),
             },
             ("frontier", *entry[1:]),
         )

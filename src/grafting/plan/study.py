@@ -60,9 +60,8 @@ class Study(Learning):
         self.claims = load_claims(PROJECT / CLAIMS) if claims is None else claims
         self.jobs: dict[str, Job] = {}
         self.families: list[Family] = []
-        self.evaluations: list[dict] = []
-        self.selections: list[dict] = []
-        self.rollouts, self.frontiers, self.deltas = list[dict](), list[dict](), list[dict]()
+        self.evaluations, self.selections, self.rollouts = list[dict](), list[dict](), list[dict]()
+        self.frontiers, self.deltas = list[dict](), list[dict]()
         self._behind: dict[str, list[str]] = {}
         self._made: dict[tuple, list[str]] = {}
         self._texts = Texts()

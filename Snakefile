@@ -4,15 +4,19 @@ import sys
 
 from snakemake.utils import min_version
 
+from grafting.config.load import read_yaml
 from grafting.errors import UserError
 from grafting.plan.front import load_study, set_environment
 
 min_version("9.18")
 
 try:
-    # `config` holds --configfile and --config; both are overlays on config.yaml
+    # --configfile and --config are overlays on config.yaml, one upon another: `config` holds them merged key by key,
+    # but a mapping that names a `kind` is replaced whole
+    GIVEN = workflow.config_settings
+    OVERLAYS = [*(read_yaml(path) for path in GIVEN.configfiles), dict(GIVEN.config)]
     # Snakemake itself says only later whether this is a dry run
-    STUDY = load_study(config, preview=not {"-n", "--dry-run", "--dryrun"}.isdisjoint(sys.argv))
+    STUDY = load_study(*OVERLAYS, preview=not {"-n", "--dry-run", "--dryrun"}.isdisjoint(sys.argv))
 except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)

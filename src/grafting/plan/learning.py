@@ -11,6 +11,7 @@ from grafting.plan.scoring import scoring
 from grafting.training.objectives import find
 
 if TYPE_CHECKING:
+    from grafting.config.data import Source
     from grafting.config.learners import Improvement
     from grafting.config.schema import Config
     from grafting.plan.jobs import Job
@@ -31,6 +32,10 @@ class Learning:
 
     def add(self, *args: Any, **kwargs: Any) -> str:
         """Add a job; see `Study.add`."""
+        raise NotImplementedError
+
+    def _existing(self, name: str, source: Source) -> str:
+        """A checkpoint that exists already; see `Study`."""
         raise NotImplementedError
 
     def train(self, method: str, task: str, style: str, lr: float, seed: int, model: str, place: str) -> str:
@@ -66,6 +71,9 @@ class Learning:
         way = self.config.self_improvement.get(style)
         if way is None:
             return self.task_data[task], []
+        if way.method == "generated":  # once, for all seeds; data that others wrote are no cost of a learner
+            writer = self._existing(f"writer.{style}", way.model)
+            return self._collecting(way, task, style, way.seed, f"{task}.{style}", writer, False), []
         if (task, style, seed, self.m) not in self._made:
             made = self._star if way.method == "star" else self._pedagogical
             self._made[task, style, seed, self.m] = made(way, task, style, seed)

@@ -194,7 +194,11 @@ class Study(Learning):
         return self.add(
             "models",
             name,
-            {"source": spec, "dtype": self.config.lineage.dtype, "threads": self.config.lineage.threads},
+            {
+                "source": spec,
+                "dtype": getattr(self.config.lineage, "dtype", "float32"),
+                "threads": self.config.lineage.threads,
+            },
             {},
             places={} if source.path is None else {"path": source.path},
         )

@@ -301,20 +301,23 @@ def test_post_training_goes_on_over_the_cycles_of_its_gate(twice, monkeypatch):
 
 
 # ---- answers ----------------------------------------------------------------------------------------
-def test_rollouts_interrupted_after_every_batch_give_the_same_bytes(twice):
+@pytest.mark.parametrize("backend, items, pieces", [("native", 12, 3), ("continuous", 4, 4)])
+def test_rollouts_interrupted_after_every_piece_give_the_same_bytes(twice, backend, items, pieces):
+    """The native backend keeps batches (of 5), the continuous one every single response."""
     spec = {
         "split": "train",
         "with_demonstration": True,
         "style": "own",
-        "items": None,
+        "items": items,
         "temperature": 1.0,
         "max_new_tokens": 6,
         "seed": 0,
         "batch_size": 5,
         "threads": 1,
+        "backend": backend,
     }
     whole, other = twice("rollout", rollouts.run, spec, INPUTS)
-    assert other.sessions() == 3 + 1  # 12 examples in batches of 5
+    assert other.sessions() == pieces + 1
     assert other.result() == whole.result()
     assert whole.result()[2]["tokens_generated"] > 0
 

@@ -399,6 +399,14 @@ def test_a_hint_is_the_first_words_of_the_demonstration(data):
     assert hinted(example, "own", 1.0) is example
 
 
+def test_the_guard_shows_the_teacher_what_it_sees_in_training(model, tokenizer, data):
+    whole, half = (
+        objective_for(Job(None, case("opsd", hint_share=share)), model, tokenizer, data) for share in (1.0, 0.5)
+    )
+    for full, hint in zip(whole.guard.examples, half.guard.examples, strict=True):
+        assert hint == hinted(full, "own", 0.5) != full
+
+
 def test_a_following_teacher_is_part_of_the_state(model, tokenizer, data):
     spec = CASES["opsd_ema"]
     objective = objective_for(Job(None, spec), model, tokenizer, data)

@@ -42,7 +42,18 @@ def logits_at(model, input_ids, positions):
     """`completion_logits` without its checks."""
     import torch
 
-    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    from grafting.models import lean
+
     head = model.get_output_embeddings()
+    if lean.applies(model):
+        return head(lean.hidden_states(model, input_ids, positions))
+    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
     with torch.autocast(hidden.device.type, enabled=False):
         return head(hidden[positions].to(head.weight.dtype)).float()
+
+
+def continued_logits(model, prompts, completions):
+    """`completion_logits` of completions (token ids) behind prompts whose pass is there (`lean.Prompts`)."""
+    from grafting.models import lean
+
+    return model.get_output_embeddings()(lean.continued(model, prompts, completions))

@@ -64,10 +64,11 @@ class _Choice(ContinuousBatchingLogitsProcessor):
 
 
 def decode(
-    model, prompts, max_new_tokens, stop_ids, pad_id, temperature, seeds, batch_size, counter, progress, detail
+    model, prompts, max_new_tokens, stop_ids, pad_id, temperature, seeds, batch_size, detail, answered
 ) -> list[Rollout]:
     """Like `engine.generate`, whose arguments these are; `batch_size` is the largest number of requests at once.
 
+    answered(row, rollout) is called as soon as a prompt is answered, in whatever order; what it raises ends the rest.
     UserError if transformers' generation loop fails.
     """
     numbers = uniforms(seeds, max_new_tokens) if temperature != 0 else None
@@ -95,24 +96,18 @@ def decode(
     manager.logit_processor.tensors_required = 1
     try:
         manager.start()
-        results = _collect(manager, prompts, max_new_tokens, sorted(stop_ids), progress)
+        return _collect(manager, prompts, max_new_tokens, stop_ids, choice, answered)
     finally:
         manager.stop(block=True)
         manager.destroy()
         model.set_attn_implementation(attention)
         model.train(was_training)
-    rollouts = [_rollout(row, results[row], stop_ids, choice) for row in range(len(prompts))]
-    if counter is not None:
-        generated = sum(len(rollout.tokens) for rollout in rollouts)
-        counter.add(tokens_generated=generated, tokens_forwarded=sum(map(len, prompts)) + generated - len(rollouts))
-    return rollouts
 
 
-def _collect(manager, prompts, max_new_tokens, stops, progress) -> dict[int, list[int]]:
-    """Row -> generated tokens of every prompt."""
+def _collect(manager, prompts, max_new_tokens, stop_ids, choice: _Choice, answered) -> list[Rollout]:
     for row, prompt in enumerate(prompts):
-        manager.add_request(prompt, request_id=str(row), max_new_tokens=max_new_tokens, eos_token_id=stops)
-    results: dict[int, list[int]] = {}
+        manager.add_request(prompt, request_id=str(row), max_new_tokens=max_new_tokens, eos_token_id=sorted(stop_ids))
+    results: dict[int, Rollout] = {}
     while len(results) < len(prompts):
         result = manager.get_result(timeout=1)
         if result is None:
@@ -123,10 +118,10 @@ def _collect(manager, prompts, max_new_tokens, stops, progress) -> dict[int, lis
         if result.error is not None:
             raise UserError(f"continuous batching failed for prompt {result.request_id}: {result.error}")
         if result.is_finished():
-            results[int(result.request_id)] = list(result.generated_tokens)
-            if progress is not None:
-                progress(1)
-    return results
+            row = int(result.request_id)
+            results[row] = _rollout(row, list(result.generated_tokens), stop_ids, choice)
+            answered(row, results[row])
+    return [results[row] for row in range(len(prompts))]
 
 
 def _rollout(row: int, tokens: list[int], stop_ids: set[int], choice: _Choice) -> Rollout:

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from grafting.errors import UserError
+from grafting.models import lean
 from grafting.rollouts.sampling import choose, details, uniforms
 
 # Finished rows are removed from the batch once they are this share of it: each removal copies the cache.
@@ -60,6 +61,7 @@ def generate(
     finished=None,
     detail: bool = False,
     backend: str = "native",
+    kept: list | None = None,
 ) -> list[Rollout]:
     """One response per prompt, in the order of the prompts.
 
@@ -67,10 +69,11 @@ def generate(
     length and padded on the left; padding does not change logits beyond rounding. `counter.add(
     tokens_generated=, tokens_forwarded=)` receives what was computed, padding and finished rows not counted;
     `progress(n)` is told when n more prompts are answered. `finished` (a `grafting.provenance.saving.Part`)
-    holds the batches that an interrupted run has answered and takes those answered here; on a stop signal it
-    ends the job after a batch. `detail`: with log-probabilities and margins. backend: "native" (this module) or
-    "continuous" (see `continuous`); both choose the same tokens, but where two tokens are nearly tied rounding
-    decides.
+    holds what an interrupted run has answered and takes what is answered here, batch by batch (continuous: prompt by
+    prompt); on a stop signal it ends the job after one. `detail`: with log-probabilities and margins. backend:
+    "native" (this module) or "continuous" (see `continuous`); both choose the same tokens, but where two tokens are
+    nearly tied rounding decides. `kept` receives the pass over the prompts with its gradient (a
+    `grafting.models.lean.Prompts`), if all of them make one batch and `lean` computes the model.
     UserError: empty prompt, prompt and response longer than the context, unknown backend.
     """
     if backend not in BACKENDS:
@@ -84,12 +87,22 @@ def generate(
     if backend == "continuous":
         if top_p != 1:
             raise UserError(f"top_p: {top_p} needs the native backend; the continuous one samples from all tokens")
-        from grafting.rollouts.continuous import decode
-
-        return decode(
-            model, prompts, max_new_tokens, stop_ids, pad_id, temperature, seeds, batch_size, counter, progress, detail
+        return _continuous(
+            model,
+            prompts,
+            max_new_tokens,
+            stop_ids,
+            pad_id,
+            temperature,
+            seeds,
+            batch_size,
+            counter,
+            progress,
+            finished,
+            detail,
         )
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    keeps = kept is not None and len(prompts) <= batch_size and lean.applies(model)
+    order = list(range(len(prompts))) if keeps else sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     rollouts: list[Rollout | None] = [None] * len(prompts)
     was_training = model.training
     model.eval()
@@ -101,7 +114,18 @@ def generate(
             if not known:
                 numbers = uniforms([seeds[i] for i in chosen], max_new_tokens) if temperature != 0 else None
                 batch = [prompts[i] for i in chosen]
-                results = _decode(model, batch, max_new_tokens, stop_ids, pad_id, temperature, numbers, top_p, detail)
+                results = _decode(
+                    model,
+                    batch,
+                    max_new_tokens,
+                    stop_ids,
+                    pad_id,
+                    temperature,
+                    numbers,
+                    top_p,
+                    detail,
+                    kept if keeps else None,
+                )
             for i, rollout in zip(chosen, results, strict=True):
                 rollouts[i] = rollout
                 if counter is not None:
@@ -118,14 +142,85 @@ def generate(
     return rollouts
 
 
+def _continuous(
+    model,
+    prompts,
+    max_new_tokens,
+    stop_ids,
+    pad_id,
+    temperature,
+    seeds,
+    batch_size,
+    counter,
+    progress,
+    finished,
+    detail,
+) -> list[Rollout]:
+    """`generate` by the other backend: what an interrupted run has answered is kept prompt by prompt."""
+    from grafting.rollouts.continuous import decode
+
+    rollouts: list[Rollout | None] = [None] * len(prompts)
+    for i in range(len(prompts) if finished is not None else 0):
+        known = _recall(finished.get(str(i)))
+        rollouts[i] = None if known is None else known[0]
+    rest = [i for i, rollout in enumerate(rollouts) if rollout is None]
+    done = len(prompts) - len(rest)
+    if progress is not None and done:
+        progress(done)
+
+    def answered(row: int, rollout: Rollout) -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress(1)
+        if finished is not None:
+            finished.add(str(rest[row]), [asdict(rollout)], f"answer {done} of {len(prompts)}")
+
+    if rest:
+        chosen = None if seeds is None else [seeds[i] for i in rest]
+        asked = [prompts[i] for i in rest]
+        found = decode(
+            model, asked, max_new_tokens, stop_ids, pad_id, temperature, chosen, batch_size, detail, answered
+        )
+        for i, rollout in zip(rest, found, strict=True):
+            rollouts[i] = rollout
+    if counter is not None:
+        for prompt, rollout in zip(prompts, rollouts, strict=True):
+            fed = len(prompt) + len(rollout.tokens) - 1  # the last token is given out, but not fed in again
+            counter.add(tokens_generated=len(rollout.tokens), tokens_forwarded=fed)
+    return rollouts
+
+
+class _Decoder:
+    """One step of any model after the other, with transformers' cache; see `grafting.models.lean.Decoder`."""
+
+    def __init__(self, model, width: int) -> None:
+        self.model, self.cache = model, DynamicCache(config=model.config)
+
+    def logits(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Logits [B, V] after the last of the new tokens [B, T]."""
+        return self.model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            cache=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep only these rows of the batch."""
+        self.cache.batch_select_indices(rows)
+
+
 def _recall(answers: list | None) -> list[Rollout] | None:
     return None if answers is None else [Rollout(**answer) for answer in answers]
 
 
 def _decode(
-    model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers, top_p=1.0, detail=False
+    model, prompts, max_new_tokens, stop_ids, pad_id, temperature, numbers, top_p=1.0, detail=False, kept=None
 ) -> list[Rollout]:
-    """Decode one batch; `numbers` [n, max_new_tokens] are the uniforms, None for greedy."""
+    """Decode one batch; `numbers` [n, max_new_tokens] are the uniforms, None for greedy. kept: see `generate`."""
     device = next(model.parameters()).device
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts], device=device)
@@ -133,7 +228,7 @@ def _decode(
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     numbers = None if numbers is None else numbers.to(device)
-    cache = DynamicCache(config=model.config)
+    decoder = (lean.Decoder if lean.applies(model) else _Decoder)(model, width + max_new_tokens)
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]
     margins: list[list[float]] = [[] for _ in prompts]
@@ -141,14 +236,11 @@ def _decode(
     rows = list(range(len(prompts)))  # the prompt that each row of the batch belongs to
     for step in range(max_new_tokens):
         # without padding no mask is needed, and attention takes its fast path
-        logits = model(
-            input_ids=ids,
-            attention_mask=mask if padded else None,
-            position_ids=positions,
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        if step == 0 and kept is not None:
+            logits, passed = decoder.prompts(ids, positions, mask if padded else None)
+            kept.append(passed)
+        else:
+            logits = decoder.logits(ids, positions, mask if padded else None)
         number = None if numbers is None else numbers[:, step]
         chosen = choose(logits, temperature, number, top_p)
         if detail:
@@ -170,7 +262,7 @@ def _decode(
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
         if len(rows) - len(keep) >= DROP_SHARE * len(rows):
             index = torch.tensor(keep, device=device)
-            cache.batch_select_indices(index)
+            decoder.select(index)
             ids, positions, mask = ids[index], positions[index], mask[index]
             numbers = None if numbers is None else numbers[index]
             rows = [rows[k] for k in keep]

@@ -108,3 +108,37 @@ def purified(teacher: torch.Tensor, reference_only: torch.Tensor, student: torch
     """
     logs = [torch.log_softmax(logits.float(), -1) for logits in (teacher, reference_only, student)]
     return logs[2].detach() + strength * (logs[0] - logs[1])
+
+
+ROWS = 32  # at once: what a divergence needs beside the logits stays small enough for the processor's cache
+
+
+class _ByRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, student, *others):
+        values = torch.empty(len(student), dtype=torch.float32, device=student.device)
+        gradient = torch.empty_like(student)
+        for start in range(0, len(student), ROWS):
+            rows = slice(start, start + ROWS)
+            part = student[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                found = function(part, *(other[rows] for other in others))
+                (gradient[rows],) = torch.autograd.grad(found.sum(), part)
+            values[rows] = found.detach()
+        ctx.save_for_backward(gradient)
+        return values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream):
+        (gradient,) = ctx.saved_tensors
+        return None, gradient.mul_(upstream[:, None]), *(None for _ in ctx.needs_input_grad[2:])
+
+
+def by_rows(function, student: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """function(student, *others) [n] for a function of logits [n, V] whose rows do not mix, `ROWS` rows at a time.
+
+    The gradient for the student's logits is formed at once, so that of all else that has the size of the logits
+    nothing is kept; the others get none.
+    """
+    return _ByRows.apply(function, student, *others)

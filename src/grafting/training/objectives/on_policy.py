@@ -8,7 +8,7 @@ import torch
 
 from grafting.errors import UserError
 from grafting.models.chat import decode, stop_ids
-from grafting.models.forward import completion_logits
+from grafting.models.forward import completion_logits, continued_logits
 from grafting.rollouts import Rollout, check_room, example_seed, generate
 from grafting.rollouts.scoring import prompt_ids, verdict
 from grafting.tasks.scorers import FAILED
@@ -80,9 +80,15 @@ class OnPolicy(Objective):
         return prompt
 
     def sample(
-        self, prompts: list[list[int]], names: list[str], step: int, counter, detail: bool = False
+        self,
+        prompts: list[list[int]],
+        names: list[str],
+        step: int,
+        counter,
+        detail: bool = False,
+        kept: list | None = None,
     ) -> list[Rollout]:
-        """One rollout per prompt. What it is depends on (seed, step, name) only."""
+        """One rollout per prompt. What it is depends on (seed, step, name) only. kept: see `generate`."""
         with self.job.phase("rollout"):
             return generate(
                 self.setup.model,
@@ -96,6 +102,7 @@ class OnPolicy(Objective):
                 counter=counter,
                 detail=detail,
                 backend=self.options.get("backend", "native"),
+                kept=kept,
             )
 
     def judge(self, examples: list[dict], rollouts: list[Rollout], step: int) -> list[bool]:
@@ -147,17 +154,25 @@ class OnPolicy(Objective):
         return {"rollout_accuracy": rolled[-1]["rollout_accuracy"], "rollout_truncated": truncated}
 
 
-def student_and_teacher(job, model, teacher, pairs: list[Pair], pad_id: int, counter):
-    """(student logits, teacher logits, tokens): [n, V], [n, V], [n] at the pairs' completion tokens."""
+def student_and_teacher(job, model, teacher, pairs: list[Pair], pad_id: int, counter, prompts=None):
+    """(student logits, teacher logits, tokens): [n, V], [n, V], [n] at the pairs' completion tokens.
+
+    prompts: the pass over the student's prompts, if sampling has kept it: the weights are the same, so it is not
+    repeated.
+    """
     device = next(model.parameters()).device
     # The student comes first: autocast caches the weights it casts, and a live teacher, which runs
     # without gradient, would otherwise leave casts in the cache that carry none.
     with job.phase("student"):
         ids, predicts, tokens = collate([pair.student for pair in pairs], pad_id, device)
-        student = completion_logits(model, ids, predicts)
+        if prompts is None:
+            student = completion_logits(model, ids, predicts)
+        else:
+            student = continued_logits(model, prompts, [pair.student.inputs for pair in pairs])
     shown = teacher_logits(job, teacher, [pair.teacher for pair in pairs], pad_id, counter, device)
     length = sum(pair.student.length for pair in pairs)
-    counter.add(tokens_forwarded=length, tokens_backpropagated=length)
+    known = 0 if prompts is None else sum(len(pair.student.prompt) for pair in pairs)
+    counter.add(tokens_forwarded=length - known, tokens_backpropagated=length)
     return student, shown, tokens
 
 

@@ -16,12 +16,14 @@ import copy
 import torch
 
 from grafting.errors import UserError
+from grafting.models import lean
 from grafting.rollouts import check_room
 from grafting.rollouts.recorded import read_rollouts
 from grafting.rollouts.scoring import prompt_ids
 from grafting.tasks.examples import demonstration
 from grafting.training.divergences import (
     NAMES,
+    by_rows,
     divergence,
     importance_weights,
     log_probabilities,
@@ -60,6 +62,8 @@ class SelfDistillation(OnPolicy):
         rate = options.get("ema_rate", 0.0)
         self.teacher = Teacher(options["teacher"], setup.model, rate, setup.teacher_model)
         self.guard = Guard(setup, self.teacher, options["guard"], style, self.room)
+        # it watches the teacher as it teaches: with the hint alone
+        self.guard.examples = [hinted(example, style, self.hint_share) for example in self.guard.examples]
         self.examples = [self._question(example, style) for example in setup.train]
         self.recorded = None if setup.rollouts is None else read_rollouts(setup.rollouts)
         if self.recorded is not None and (
@@ -68,6 +72,7 @@ class SelfDistillation(OnPolicy):
             raise UserError(f"{self.job.id}: the recorded rollouts lack example {missing[0]}; make them again")
         self.samples = self.recorded is None
         self._measured: float | None = None
+        self._prompts = None  # the pass over the batch's prompts, from sampling to the loss
 
     def _question(self, example: dict, style: str) -> Question:
         teacher = self.teacher.model
@@ -88,10 +93,12 @@ class SelfDistillation(OnPolicy):
         with self.job.phase("guard"):
             self._measured = self.guard.check(step)
         if self.recorded is None:
-            names = [question.id for question in batch]
-            rollouts = self.sample(
-                [question.prompt for question in batch], names, step, counter, detail=self.clip is not None
-            )
+            names, prompts = [question.id for question in batch], [question.prompt for question in batch]
+            spec = self.job.spec
+            whole = (spec.get("micro_batch_size") or len(batch)) >= len(batch)
+            kept = [] if whole and spec.get("precision", "float32") == "float32" else None
+            rollouts = self.sample(prompts, names, step, counter, detail=self.clip is not None, kept=kept)
+            self._prompts = kept[0] if kept else None
         else:
             epoch = step * self.job.spec["batch_size"] // len(self.examples)
             rollouts = [self.recorded[q.id][epoch % len(self.recorded[q.id])] for q in batch]
@@ -104,14 +111,20 @@ class SelfDistillation(OnPolicy):
 
     def loss(self, model, pairs: list[Pair], counter) -> torch.Tensor:
         """Sum of the divergence over the rollout tokens that carry loss."""
-        student, teacher, tokens = student_and_teacher(self.job, model, self.teacher.model, pairs, self.pad_id, counter)
+        prompts, self._prompts = self._prompts, None  # let go with the graph, after the backward pass
+        student, teacher, tokens = student_and_teacher(
+            self.job, model, self.teacher.model, pairs, self.pad_id, counter, prompts
+        )
         device = tokens.device
         if self.strength:
             items = [pair.reference for pair in pairs]
             alone = teacher_logits(self.job, self.teacher.model, items, self.pad_id, counter, device)
             teacher = purified(teacher, alone, student, self.strength)
         with self.job.phase("divergence"):
-            values = self.token_losses(teacher, student, tokens)
+            if student.shape[-1] > lean.SMALL:
+                values = by_rows(lambda s, t, chosen: self.token_losses(t, s, chosen), student, teacher, tokens)
+            else:
+                values = self.token_losses(teacher, student, tokens)
             if self.clip is not None:
                 sampled = torch.tensor([p for pair in pairs for p in pair.logprobs], device=device)
                 own = log_probabilities(student / self.options["temperature"], tokens)

@@ -92,8 +92,9 @@ def make_bundles():
     """Put the open jobs into bundles, and fit a bundle to the CPUs of one scheduler job."""
     if workflow.is_main_process:
         cpus = workflow.resource_settings.max_threads
-        accelerated = [rule for rule, wants in workflow.resource_settings.overwrite_resources.items() if "gpu" in wants]
-        BUNDLES.update(bundles(STUDY.jobs, small(), alone=accelerated, done=MADE))
+        wanted = workflow.resource_settings.overwrite_resources.items()
+        alone = [rule for rule, wants in wanted if not {"gpu", "nodes", "mpi"}.isdisjoint(wants)]
+        BUNDLES.update(bundles(STUDY.jobs, small(), alone=alone, done=MADE))
     else:
         # on a node: the plugin does not pass this on
         workflow.group_settings.group_components = {"small": TARGETS}

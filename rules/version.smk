@@ -14,16 +14,23 @@ def end_warm():
         warm.stop(*WARM.pop())
 
 
+def open_jobs():
+    """Ids of the study's jobs that this run is to do."""
+    jobs = [job for job in workflow.dag.needrun_jobs() if not job.is_local]
+    return {f"{job.rule.name}/{job.wildcards.job}" for job in jobs}
+
+
 def begin():
     """Start the warm process where jobs run on this machine; else ask the cluster whether it takes the jobs."""
     STORE.sweep_aside()
     if not workflow.is_main_process:
         return
     if workflow.non_local_exec:
-        from grafting.provenance import cluster
+        from grafting.provenance import ahead, cluster
 
         try:
             cluster.check(workflow, sys.argv)
+            ahead.fetch(STUDY.jobs, open_jobs(), STORE)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)

@@ -78,7 +78,9 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SchedulerType=sched/backfill
-SlurmdTimeout=20
+# what may start is looked for every two seconds instead of every half minute: a requeued job waits for that
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+SlurmdTimeout=10
 KillWait=20
 MinJobAge=300
 # refuses an account as accounting would, without a database

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,9 @@ class Study(Folder):
         command = ("snakemake", "--profile", "profiles/slurm", "--configfile", "presets/smoke.yaml", *arguments)
         return self.run(*limit, *command, check=check, **environment)
 
-    def start(self, *arguments: str) -> subprocess.Popen:
+    def start(self, *arguments: str, profile: tuple[str, ...] = ("--profile", "profiles/slurm")) -> subprocess.Popen:
         """The same in the background; its output goes to `out` in the folder."""
-        command = [str(BIN / "snakemake"), "--profile", "profiles/slurm", "--configfile", "presets/smoke.yaml"]
+        command = [str(BIN / "snakemake"), *profile, "--configfile", "presets/smoke.yaml"]
         environment = {
             **os.environ, "PYTHONPATH": str(self.root / "src"), "PATH": f"{BIN}:{os.environ['PATH']}"
         }  # fmt: skip
@@ -94,18 +95,23 @@ class Study(Folder):
         return done.stdout + done.stderr
 
 
+def end(process: subprocess.Popen) -> None:
+    """End a Snakemake that still runs; it cancels its jobs."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
 @pytest.fixture
 def background():
     """Processes that a test starts; what is left of them is ended."""
     started: list[subprocess.Popen] = []
     yield started
     for process in started:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        end(process)
 
 
 def study(root: Path) -> Study:
@@ -113,15 +119,20 @@ def study(root: Path) -> Study:
     return Study(new_folder(root).root)
 
 
-#: One job that takes a while: the pretraining of the smoke model, with more steps.
+#: One job that takes a while: the pretraining of the smoke model, with more steps. It saves itself often.
 LONG = """
 lineage:
   pretrain: {steps: %d, checkpoints: 2}
+saving: {steps: 200}
 """
+#: Steps of the shortest of such jobs, and about its seconds of training on an idle core.
+STEPS, SHORT = 1200, 17
+#: The plugin looks at the queue after this many seconds, and then after ever longer ones, ten more each time.
+POLL = ("--slurm-init-seconds-before-status-checks", "1")
 
 
 def long_study(root: Path, steps: int) -> tuple[Study, str]:
-    """A folder whose pretraining takes a while, and the sentinel of that job."""
+    """A folder whose pretraining takes a while, and the id of that job."""
     folder = study(root)
     with (folder.root / "long.yaml").open("w") as file:
         file.write(LONG % steps)
@@ -130,6 +141,50 @@ def long_study(root: Path, steps: int) -> tuple[Study, str]:
     ).stdout
     job = next(line.split()[1] for line in jobs.splitlines() if "models/pretrained" in line)
     return folder, job
+
+
+class Reference:
+    """The long job without any interruption and without SLURM, made in the background."""
+
+    def __init__(self, root: Path, steps: int) -> None:
+        self.steps = steps
+        self.folder, self.job = long_study(root, steps)
+        self.process = self.folder.start(
+            "--cores", "1", f"provenance/{self.job}.json", "--configfile", "presets/smoke.yaml", "long.yaml", profile=()
+        )
+
+    @cached_property
+    def sidecar(self) -> dict:
+        """The record of the job, once it is finished."""
+        assert self.process.wait(600) == 0, self.folder.said
+        return self.folder.sidecars()[f"{self.job}.json"]
+
+    @property
+    def payload(self) -> dict:
+        """Hashes of what the job makes."""
+        return self.sidecar["payload"]
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """How long jobs end that nobody interrupts, by the seconds of training they take here; made when first asked for.
+
+    The shortest is measured; the others' steps follow from the CPU seconds it took.
+    """
+    made: dict[int, Reference] = {}
+
+    def of(seconds: int = SHORT) -> Reference:
+        if seconds not in made:
+            steps = STEPS
+            if seconds != SHORT:
+                short = of().sidecar
+                steps = round(seconds * STEPS / sum(short["cost"]["phases"].values()))
+            made[seconds] = Reference(tmp_path_factory.mktemp(f"reference{seconds}"), steps)
+        return made[seconds]
+
+    yield of
+    for run in made.values():
+        end(run.process)
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,11 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from workflow.conftest import BIN
+from workflow.conftest import BIN, copied
 
-from .conftest import Study, ask, long_study, study, until
+from .conftest import POLL, SHORT, Reference, Study, ask, long_study, study, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-STEPS = 2500  # of pretraining: more than the ten seconds after which a job first says how far it is
 NO_GROUPS = ("--group-components", "small=1")
 
 
@@ -52,48 +51,86 @@ def test_changed_setting_sends_only_what_depends_on_it_and_no_torch_is_imported_
     figure(f"{len(fresh)} jobs in {time.monotonic() - started:.0f} s; {len(modules)} modules to plan and submit")
 
 
-# ---- jobs that are interrupted ----------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The long job without any interruption, on this machine: id and payload."""
-    folder, job = long_study(tmp_path_factory.mktemp("whole"), STEPS)
+def test_training_in_two_processes_on_two_nodes_gives_what_two_on_one_machine_give(cluster, local, tmp_path):
+    """accelerate launch on each node, started by srun, meeting where SLURM's variables say (gloo)."""
+    alone, spread = (Study(copied(local, tmp_path / name).root) for name in ("alone", "spread"))
+    for folder in (alone, spread):
+        (folder.root / "two.yaml").write_text("training: {processes: 2}\n")
+    open_jobs = alone.run("python", "-m", "grafting.cli", "plan", "--jobs", "--configfile", "presets/smoke.yaml",
+                          "two.yaml").stdout  # fmt: skip
+    job = re.search(r"^  open +(train/wug\.own\.sft\.deployed\.\S+)", open_jobs, flags=re.MULTILINE)[1]
+    target = ("two.yaml", "--", f"provenance/{job}.json")
+    alone.snakemake("--cores", "2", *target)
+    nodes = ("nodes=2", "tasks=2", "cpus_per_task=1", "mpi=srun", "slurm_partition=pair")
+    asked = ("--set-resources", *(f"train:{word}" for word in nodes))
+    overlays = ("--configfile", "presets/smoke.yaml", "two.yaml")
+    shown = spread.grafting("submit", "--dry-run", "--", *overlays, *asked, *target[1:])
+    (line,) = [line for line in shown.splitlines() if line.startswith("sbatch ")]
+    assert "--nodes=2" in line and "--ntasks=2" in line and "--cpus-per-task=1" in line
     started = time.monotonic()
-    folder.snakemake("--cores", "1", f"provenance/{job}.json", "--configfile", "presets/smoke.yaml", "long.yaml")
-    side = folder.sidecars()[f"{job}.json"]
-    figure(f"the long job takes {side['cost']['wall_seconds']:.0f} s ({time.monotonic() - started:.0f} s with all)")
-    return job, side["payload"]
+    done = spread.slurm(*asked, *NO_GROUPS, *POLL, *target)
+    took = time.monotonic() - started
+    assert len(set(re.findall(r"SLURM jobid (\d+)", done.stdout + done.stderr))) == 1
+    log = (spread.root / "work" / "logs" / f"{job}.log").read_text()
+    assert "process 0 of 2 on c1" in log and "process 1 of 2 on c2" in log, log
+    local_log = (alone.root / "work" / "logs" / f"{job}.log").read_text()
+    assert "process 1 of 2 on " in local_log
+    one, two = (folder.sidecars()[f"{job}.json"] for folder in (alone, spread))
+    assert one["payload"] == two["payload"] and one["spec"]["processes"] == 2
+    counted = ("tokens_forwarded", "tokens_backpropagated", "flops")
+    assert [one["cost"][name] for name in counted] == [two["cost"][name] for name in counted]
+    # the same training in one process, made by the whole study
+    (usual,) = [side for name, side in spread.sidecars().items()
+                if name.startswith(job.rpartition("-")[0]) and "processes" not in side["spec"]]  # fmt: skip
+    losses = [
+        [json.loads(row)["loss"] for row in (spread.root / "store" / side["id"] / "training.jsonl").open()]
+        for side in (usual, two)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert [usual["cost"][name] for name in counted] == [two["cost"][name] for name in counted]
+    assert cluster.empty()
+    figure(f"two processes on two nodes: {took:.0f} s; the bytes of two on one machine, the loss of one to 1e-5")
 
 
+# ---- jobs that are interrupted ----------------------------------------------------------------------
 class Long:
     """The long job on its way through SLURM, in the background."""
 
-    def __init__(self, root: Path, job: str, background: list, *arguments: str) -> None:
-        self.folder, planned = long_study(root, STEPS)
-        assert planned == job
-        self.job, self.arguments = job, arguments
-        self.sentinel = self.folder.root / "provenance" / f"{job}.json"
+    def __init__(self, root: Path, reference: Reference, background: list, *arguments: str) -> None:
+        self.folder, self.job = long_study(root, reference.steps)
+        assert self.job == reference.job
+        self.arguments, self.steps = arguments, reference.steps
+        self.sentinel = self.folder.root / "provenance" / f"{self.job}.json"
         self.background = background
         self.start()
 
     def start(self) -> None:
-        self.process = self.folder.start(
-            "long.yaml", *NO_GROUPS, *self.arguments, "--", str(self.sentinel.relative_to(self.folder.root))
-        )
+        target = str(self.sentinel.relative_to(self.folder.root))
+        self.process = self.folder.start("long.yaml", *NO_GROUPS, *POLL, *self.arguments, "--", target)
         self.background.append(self.process)
 
-    @property
-    def log(self) -> Path:
-        return self.folder.root / "work" / "logs" / f"{self.job}.log"
+    def log(self) -> str:
+        """What the job has said so far."""
+        path = self.folder.root / "work" / "logs" / f"{self.job}.log"
+        return path.read_text() if path.exists() else ""
 
-    def running(self, cluster, seconds: float = 300) -> str:
-        """SLURM id, once the job is past its imports and trains."""
+    def saved(self) -> bool:
+        return any((self.folder.root / "work" / self.job / "states").glob("0*"))
 
-        def trains():
+    def resumed(self) -> str:
+        """What the last run of the job said of where it began."""
+        found = re.search(r"going on after step \d+ of \d+", self.log())
+        return found[0] if found else "from the beginning"
+
+    def running(self, cluster, far, seconds: float = 300) -> str:
+        """SLURM id, once the job is as far as `far()` says."""
+
+        def there():
             assert self.process.poll() is None, self.folder.said
             ids = [job for job, state in cluster.queue() if state == "RUNNING"]
-            return ids[0] if ids and self.log.exists() and "steps" in self.log.read_text() else None
+            return ids[0] if ids and far() else None
 
-        return until(trains, seconds, "the job runs")
+        return until(there, seconds, "the job runs")
 
     def finish(self, seconds: float = 600) -> dict:
         assert self.process.wait(seconds) == 0, self.folder.said
@@ -101,50 +138,51 @@ class Long:
 
 
 @pytest.fixture
-def long(cluster, whole, tmp_path, background):
-    return lambda *arguments: Long(tmp_path / "study", whole[0], background, *arguments)
+def long(cluster, reference, tmp_path, background):
+    return lambda *arguments, seconds=SHORT: Long(tmp_path / "study", reference(seconds), background, *arguments)
 
 
-def test_time_limit_saves_the_job_is_sent_again_and_ends_with_the_same_bytes(cluster, whole, long):
+def test_time_limit_saves_the_job_is_sent_again_and_ends_with_the_same_bytes(cluster, reference, long):
     # a limit of one minute: the profile's 90 s of warning would come before the first step
     warning = "slurm_extra=\"'--signal=URG@20'\""
+    # more than a minute has room for, which an allocation ends 15 s before it is up
     run = long("--set-resources", "models:runtime=1", "models:mem_mb=2000", "--default-resources", warning,
-               "--retries", "20")  # fmt: skip
+               "--retries", "20", seconds=55)  # fmt: skip
     started = time.monotonic()
     side = run.finish(900)
-    assert side["payload"] == whole[1]
+    assert side["payload"] == reference(55).payload
     ids = re.findall(r"SLURM jobid (\d+)", run.folder.said)
     assert len(ids) >= 2
     assert side["sessions"] >= 2
     figure(f"{len(ids)} allocations of one minute, {side['sessions']} sessions, {time.monotonic() - started:.0f} s")
 
 
-def test_cancelled_job_is_sent_again(cluster, whole, long):
+def test_cancelled_job_is_sent_again(cluster, reference, long):
     run = long()
-    number = run.running(cluster)
+    number = run.running(cluster, run.saved)
     started = time.monotonic()
     ask("scancel", number)
     side = run.finish()
-    assert side["payload"] == whole[1]
+    assert side["payload"] == reference().payload
     ids = re.findall(r"SLURM jobid (\d+)", run.folder.said)
     assert len(ids) == 2 and ids[0] == number
-    figure(f"{time.monotonic() - started:.0f} s from scancel to the end, {side.get('sessions')} sessions")
+    figure(f"{time.monotonic() - started:.0f} s from scancel to the end; {run.resumed()}")
 
 
-def test_requeued_job_runs_again_under_its_number(cluster, whole, long):
+def test_requeued_job_runs_again_under_its_number(cluster, reference, long):
     run = long()
-    number = run.running(cluster)
+    number = run.running(cluster, run.saved)
     started = time.monotonic()
     ask("scontrol", "requeue", number)
     side = run.finish()
-    assert side["payload"] == whole[1]
+    assert side["payload"] == reference().payload
     assert set(re.findall(r"SLURM jobid (\d+)", run.folder.said)) == {number}
-    figure(f"{time.monotonic() - started:.0f} s from requeue to the end, {side.get('sessions')} sessions")
+    figure(f"{time.monotonic() - started:.0f} s from requeue to the end; {run.resumed()}")
 
 
-def test_job_of_a_dead_node_goes_to_another(cluster, whole, long):
+def test_job_of_a_dead_node_goes_to_another(cluster, reference, long):
     run = long("--default-resources", "slurm_partition=pair")
-    number = run.running(cluster)
+    number = run.running(cluster, run.saved)
     assert ask("squeue", "--noheader", "--jobs", number, "--format", "%N").strip() == "c2"
     started = time.monotonic()
     cluster.script("kill-node", "c2")
@@ -153,13 +191,13 @@ def test_job_of_a_dead_node_goes_to_another(cluster, whole, long):
     finally:
         cluster.script("start-node", "c2")
         until(lambda: "c2" in ask("sinfo", "-h", "-N", "-p", "pair", "-t", "idle", "-o", "%N"), 60, "c2 is back")
-    assert side["payload"] == whole[1]
-    figure(f"{time.monotonic() - started:.0f} s from the node's death to the end, {side.get('sessions')} sessions")
+    assert side["payload"] == reference().payload
+    figure(f"{time.monotonic() - started:.0f} s from the node's death to the end; {run.resumed()}")
 
 
-def test_killed_snakemake_leaves_work_that_the_next_one_takes(cluster, whole, long):
-    run = long()
-    number = run.running(cluster)
+def test_killed_snakemake_leaves_work_that_the_next_one_takes(cluster, reference, long):
+    run = long(seconds=30)
+    number = run.running(cluster, run.saved)
     run.process.kill()
     run.process.wait()
     killed = time.monotonic()
@@ -169,7 +207,7 @@ def test_killed_snakemake_leaves_work_that_the_next_one_takes(cluster, whole, lo
     run.start()
     side = run.finish()
     assert f"left to finish: {number}" in run.folder.said
-    assert side["payload"] == whole[1]
+    assert side["payload"] == reference(30).payload
     # made by the job that was running, not by a second one
     assert datetime.fromisoformat(side["started"]).timestamp() < restarted
     done = run.folder.slurm("long.yaml", "--", str(run.sentinel.relative_to(run.folder.root)))
@@ -178,9 +216,9 @@ def test_killed_snakemake_leaves_work_that_the_next_one_takes(cluster, whole, lo
     figure(f"{time.monotonic() - killed:.0f} s from kill -9 to the end; the job ran once")
 
 
-def test_second_run_in_one_folder_is_told_who_runs_and_watch_shows_how_far(cluster, whole, long):
-    run = long()
-    number = run.running(cluster)
+def test_second_run_in_one_folder_is_told_who_runs_and_watch_shows_how_far(cluster, reference, long):
+    run = long(seconds=30)
+    number = run.running(cluster, lambda: re.search(r"\d/\d+ steps", run.log()))
     started = time.monotonic()
     second = run.folder.slurm("long.yaml", "--", str(run.sentinel.relative_to(run.folder.root)), check=False)
     told = time.monotonic() - started
@@ -189,7 +227,7 @@ def test_second_run_in_one_folder_is_told_who_runs_and_watch_shows_how_far(clust
     assert f"process {run.process.pid}" in said and "Directory cannot be locked" in said
     shown = run.folder.grafting("watch", "--once")
     assert f"models/{run.job.partition('/')[2]}: " in shown
-    assert re.search(rf"\d+/{STEPS} steps, [\d.e+]+/s, .* left, SLURM {number}", shown), shown
+    assert re.search(rf"\d+/{run.steps} steps, [\d.e+]+/s, .* left, SLURM {number}", shown), shown
     assert re.search(rf"{number} RUNNING", shown)
     run.finish()
     assert "complete" in run.folder.grafting("watch", "--once")
@@ -216,6 +254,27 @@ def test_failing_job_of_a_bundle_costs_its_bundle_nothing(cluster, tmp_path):
     assert cluster.empty()
     shown = folder.grafting("watch", "--once")
     assert f"failed: {pretrained}" in shown and "not complete" in shown
+
+
+def test_results_that_appear_late_on_this_machine_are_waited_for(cluster, tmp_path, background):
+    """As on a shared file system: the job has ended, and its record is not to be seen here yet."""
+    folder = study(tmp_path / "study")
+    jobs = folder.run("python", "-m", "grafting.cli", "plan", "--jobs", "--configfile", "presets/smoke.yaml").stdout
+    job = next(line.split()[1] for line in jobs.splitlines() if " data/" in line)
+    sentinel, hidden = folder.root / "provenance" / f"{job}.json", tmp_path / "hidden.json"
+    # the queue is asked so late that the job has ended by then
+    process = folder.start("--slurm-init-seconds-before-status-checks", "20", "--", f"provenance/{job}.json")
+    background.append(process)
+    until(sentinel.exists, 120, "the job's record")
+    until(cluster.empty, 60, "the job's end")
+    sentinel.rename(hidden)
+    until(lambda: "Waiting at most 60 seconds for missing files" in folder.said, 120, "Snakemake looks for it")
+    started = time.monotonic()
+    time.sleep(6)  # more than Snakemake's own five
+    hidden.rename(sentinel)
+    assert process.wait(60) == 0, folder.said
+    assert "error" not in folder.said.lower()
+    figure(f"a record that appeared {time.monotonic() - started:.0f} s late was waited for")
 
 
 # ---- what SLURM would refuse ------------------------------------------------------------------------

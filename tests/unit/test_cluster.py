@@ -106,6 +106,17 @@ def test_every_job_takes_an_accelerator_of_its_own_and_a_killed_one_gives_it_bac
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,7,9"
 
 
+def test_job_of_two_processes_takes_two_accelerators(tmp_path, monkeypatch):
+    monkeypatch.setenv(devices.VARIABLE, "3 train")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7,9")
+    monkeypatch.setattr(devices, "_claims", [])
+    with pytest.raises(UserError, match="4 need an accelerator each; this run has 3"):
+        devices.claim("train", tmp_path, 4)
+    assert devices.claim("train", tmp_path, 2) == "5,7" == os.environ["CUDA_VISIBLE_DEVICES"]
+    for file in devices._claims:
+        file.close()
+
+
 # ---- sentinels that Snakemake removes with a bundle ---------------------------------------------------
 def test_run_remembers_what_it_finished(tmp_path, monkeypatch):
     monkeypatch.setenv(RUN, "r1")

@@ -138,7 +138,8 @@ def test_options_that_are_not_used_enter_no_spec():
         "guard": {"threshold": 0.5, "action": "warn", "every": 20},
     }
     assert with_(learners={"opsd": {"hint_share": 0.5}}).learners.opsd.options()["hint_share"] == 0.5
-    assert not {"lora", "gradient_checkpointing"} & set(resolve(DEFAULT).training.spec())
+    assert not {"lora", "gradient_checkpointing", "processes"} & set(resolve(DEFAULT).training.spec())
+    assert with_(training={"processes": 2}).training.spec()["processes"] == 2
     assert with_(training={"gradient_checkpointing": True}).training.spec()["gradient_checkpointing"] is True
 
 

@@ -1,5 +1,6 @@
 """`status`, `repair`, `gc` and `verify` on small invented studies, and faults of the disk."""
 
+import errno
 import json
 import os
 import shutil
@@ -324,6 +325,51 @@ def test_a_full_cache_disk_is_a_notice_and_changes_nothing(store):
     assert "No space left on device" in done.stderr and "safe in store/" in done.stderr
     assert "Traceback" not in done.stderr
     assert snapshot(store.root) == before
+
+
+ELSEWHERE = """
+import os
+from pathlib import Path
+from grafting.provenance.cache import Cache
+from grafting.provenance.store import Store
+from grafting.provenance.versioning import add_payloads
+store = Store()
+job = os.environ["MADE"]
+file = Path("store", job, "big.bin")
+assert os.stat("small").st_dev != os.stat("store").st_dev
+assert not list(Path("small").rglob("*"))
+add_payloads(store)
+kept = [path for path in Path("small").rglob("*") if path.is_file() and path.stat().st_size == 1 << 20]
+assert len(kept) == 1 and kept[0].stat().st_nlink == 1
+with Cache(store.root) as cache:
+    print("link types:", cache.links())
+assert (store.payload(job) / "big.bin").read_bytes() == b"x" * (1 << 20)
+file.unlink()  # and comes back from there
+assert (store.payload(job) / "big.bin").read_bytes() == b"x" * (1 << 20)
+"""
+
+
+def test_a_cache_on_another_file_system_works_without_hard_links(store, monkeypatch):
+    subprocess.run([*DVC, "cache", "dir", "--local", "small"], cwd=store.root, check=True, capture_output=True)
+    (store.root / "small").mkdir()
+    monkeypatch.setenv("MADE", made(store, "a", **{"big.bin": "x" * (1 << 20)}))
+    done = in_namespace(store.root, "mount -t tmpfs -o size=8m tmpfs small", sys.executable, "-c", ELSEWHERE)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_exceeded_quota_is_a_message(store):
+    text = os.strerror(errno.EDQUOT)
+    (store.root / "bigstage.py").write_text(
+        "import errno, os\ndef run(job):\n"
+        "    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(job.out / 'big.bin'))\n"
+    )
+    job = Job("train", "big", {}, {}, "c")
+    plan = write_plan({job.id: job}, store.root / "work" / "plans")
+    environment = {**os.environ, "PYTHONPATH": f"{store.root}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", RUN, "--plan", str(plan), "--job", job.id], cwd=store.root,
+                          env=environment, check=False, capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 2 and f"{text} at " in done.stderr and "big.bin; make room" in done.stderr
+    assert "Traceback" not in done.stderr and not store.sentinel(job.id).exists()
 
 
 def test_two_at_once_make_one_artefact(store):

@@ -267,7 +267,7 @@ def test_assumptions_cover_the_config_and_nothing_else():
         for leaf in leaves
         if leaf not in exempt
         and not leaf.startswith("saving.")
-        and not leaf.endswith("threads")
+        and not leaf.endswith(("threads", "processes"))
         and not any(_covers(key, leaf) for key in keys)
     ]
     assert missing == []

@@ -30,7 +30,10 @@ def main(spec: str, start: str, data: str, prior: str, rollouts: str, out: str) 
     weights = {name: parameter.double().norm().item() for name, parameter in parallel.whole(model).items()}
     if PartialState().is_main_process:
         losses = [[record["loss"], record["grad_norm"]] for record in records]
-        Path(out).write_text(json.dumps({"losses": losses, "weights": weights, "cost": job.cost}))
+        launched = PartialState().num_processes
+        sharded = all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+        found = {"processes": launched, "sharded": sharded, "losses": losses, "weights": weights, "cost": job.cost}
+        Path(out).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -125,18 +125,22 @@ class Training(Section):
     clip_norm: Rate
     precision: Literal["float32", "bfloat16"]
     threads: Positive
+    processes: Positive = 1
     gradient_checkpointing: bool = False
     lora: Lora | None = None
 
     def spec(self) -> dict[str, Any]:
         """What of it enters a job's spec: all, but not what is switched off, so that keys stay."""
         dump = self.model_dump(mode="json")
-        return {key: value for key, value in dump.items() if key not in ("gradient_checkpointing", "lora") or value}
+        off = {"gradient_checkpointing": False, "lora": None, "processes": 1}
+        return {key: value for key, value in dump.items() if key not in off or value != off[key]}
 
     @model_validator(mode="after")
     def _micro_batch_fits(self) -> Training:
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ValueError(f"micro_batch_size {self.micro_batch_size} exceeds batch_size {self.batch_size}")
+        if self.processes > self.batch_size:
+            raise ValueError(f"processes {self.processes} exceeds batch_size {self.batch_size}: each needs an example")
         return self
 
 

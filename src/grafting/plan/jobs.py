@@ -141,9 +141,16 @@ class Job:
         return f"{self.stage}/{self.name}-{self.key}"
 
     @property
+    def processes(self) -> int:
+        """Processes that make it together: part of the spec, as threads are; 1 if it says none."""
+        return max([self.spec.get("processes", 1), *(way.processes for way in self.alternatives.values())])
+
+    @property
     def threads(self) -> int:
-        """CPU threads: part of the spec, since sums of floating-point numbers depend on them; 1 if it says none."""
-        return max([self.spec.get("threads", 1), *(way.threads for way in self.alternatives.values())])
+        """CPU threads of all its processes. Those of one are part of the spec, since sums of floating-point numbers
+        depend on them; 1 if it says none."""
+        own = self.spec.get("threads", 1) * self.spec.get("processes", 1)
+        return max([own, *(way.threads for way in self.alternatives.values())])
 
     @cached_property
     def spec_string(self) -> str:

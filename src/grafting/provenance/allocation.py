@@ -38,20 +38,34 @@ def time_left() -> int | None:
 
     Asked of the queue, since older releases do not put the end into the environment.
     """
+    return seconds(_queue("%L"))
+
+
+def nodes() -> int:
+    """Nodes of the allocation of this process; 1 outside SLURM.
+
+    Asked of the queue, since a job step knows only its own.
+    """
+    said = _queue("%D")
+    return int(said) if said.isdigit() else 1
+
+
+def _queue(field: str) -> str:
+    """What the queue says of this process's SLURM job; empty outside SLURM, or if it does not answer."""
     job = slurm_id()
     if job is None:
-        return None
+        return ""
     try:
         done = subprocess.run(
-            ["squeue", "--noheader", "--jobs", job, "--format", "%L"],
+            ["squeue", "--noheader", "--jobs", job, "--format", field],
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return seconds(done.stdout) if done.returncode == 0 and done.stdout.strip() else None
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def within(settings: Settings) -> Settings:

@@ -162,7 +162,7 @@ def check(workflow, arguments: list[str]) -> None:
     asked: set[tuple] = set()
     accounts: set[str] = set()
     for unit, rule, resources, attempt in _requests(workflow):
-        threads = unit.threads
+        threads = resources.get("cpus_per_task") or unit.threads
         request = (threads, *(resources.get(key) for key in DECIDING))
         if request in asked:
             continue

@@ -45,6 +45,14 @@ def _tell(stream, line: str) -> None:
         print(line, file=stream, flush=True)
 
 
+def fault_of_the_disk(error: Exception) -> str | None:
+    """Words for a fault of the disk or of a folder; None for any other."""
+    if not isinstance(error, OSError) or error.errno not in DISK_FAULTS:
+        return None
+    place = f" at {error.filename}" if error.filename else ""
+    return f"{error.strerror}{place}; make room or mend the folder, then run again: nothing that is finished is lost"
+
+
 class RunningJob:
     """What a stage function sees of its job. See `grafting.plan.jobs.Job` for spec and inputs.
 
@@ -62,6 +70,7 @@ class RunningJob:
         started: float | None = None,
     ) -> None:
         self.job, self.store, self.out, self._terminal = job, store, out, terminal
+        self.started = time.monotonic() if started is None else started
         self.stage, self.name, self.key, self.id, self.spec = job.stage, job.name, job.key, job.id, job.spec
         self.places = job.places
         self.work = store.work(job.id)
@@ -71,8 +80,9 @@ class RunningJob:
         self.metrics: dict[str, object] = {}
         self._open: dict[str, float] = {}  # phases that are not over, with the process time of their start
         self._wall, self._cpu = time.monotonic(), time.process_time()
-        self._earlier = {"cpu_seconds": 0.0, "wall_seconds": 0.0, "peak_memory_bytes": 0, "sessions": 0}
-        self.saving = saving.Saver(self.work, settings, self.say, job.code, self.account, self._carry, started)
+        #: of interrupted runs whose work it goes on from
+        self.earlier_cost = {"cpu_seconds": 0.0, "wall_seconds": 0.0, "peak_memory_bytes": 0, "sessions": 0}
+        self.saving = saving.Saver(self.work, settings, self.say, job.code, self.account, self.carry, self.started)
         folder = store.root / "work" / "tracking"
         self._tracker = Tracker(self.saving.settings.tracking, f"{job.name}-{job.key}", folder, self.say)
 
@@ -117,6 +127,12 @@ class RunningJob:
         for stream in (sys.stderr, self._terminal):
             _tell(stream, f"[{self.stage} {self.name}] {line}")
 
+    def relay(self, line: str) -> None:
+        """A line that one of the job's processes has written: into the log, and to the person if it was said."""
+        _tell(sys.stderr, line)
+        if line.startswith(f"[{self.stage} {self.name}] "):
+            _tell(self._terminal, line)
+
     def progress(self, total: int, label: str, unit: str = "step") -> Progress:
         """A counter that says rate and time left every ten seconds."""
         return Progress(total, label, unit, self.say)
@@ -146,7 +162,7 @@ class RunningJob:
 
     def account(self) -> dict[str, object]:
         """What the job has cost up to now, in this run and in interrupted ones whose work it goes on from."""
-        now, earlier = time.process_time(), self._earlier
+        now, earlier = time.process_time(), self.earlier_cost
         phases = dict(self.phases)
         for name, start in self._open.items():
             phases[name] = phases.get(name, 0.0) + now - start
@@ -161,15 +177,15 @@ class RunningJob:
             "sessions": earlier["sessions"] + 1,
         }
 
-    def _carry(self, account: dict) -> None:
-        """Add the account of interrupted runs."""
+    def carry(self, account: dict) -> None:
+        """Add the account of interrupted runs, or of this one's processes."""
         self.add_cost(**account["cost"])
         for name, seconds in account["phases"].items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
-        self._earlier = {key: account[key] for key in self._earlier}
+        self.earlier_cost = {key: account[key] for key in self.earlier_cost}
 
 
-def _keep_heap() -> None:
+def keep_heap() -> None:
     """Stop glibc from giving memory back to the kernel between steps.
 
     With its defaults every activation is mapped and unmapped again, which cost up to three quarters of the
@@ -183,6 +199,26 @@ def _keep_heap() -> None:
         libc.mallopt(m_mmap_threshold, 32 << 20)
         libc.mallopt(m_trim_threshold, 1 << 30)
         libc.mallopt(m_top_pad, 64 << 20)
+
+
+def stage_function(target: str):
+    """The function `module:function` of a stage."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def work_of(target: str):
+    """What makes a job's payload: the stage's function here, or in as many processes as its spec says."""
+
+    def work(running: RunningJob) -> None:
+        if running.spec.get("processes", 1) == 1:
+            stage_function(target)(running)
+            return
+        from grafting.provenance import launch
+
+        launch.together(running, target)
+
+    return work
 
 
 def execute(
@@ -290,7 +326,7 @@ def _redirect(log: Path | None):
     return terminal
 
 
-def _same_code(job: Job) -> None:
+def same_code(job: Job) -> None:
     """UserError if the code on disk is no longer what the plan named; else the key would name another result."""
     for way in (job, *job.alternatives.values()):
         if way.entry and code_digest(*way.entry) != way.code:
@@ -321,22 +357,22 @@ def run(target: str, arguments: list[str]) -> int:
     if number := allocation.slurm_id():
         print(f"SLURM job {number} on {socket.gethostname()}", file=sys.stderr, flush=True)
     try:
-        _keep_heap()
-        module, _, name = target.partition(":")
+        keep_heap()
+        module = target.partition(":")[0]
         job = read_job(options.plan, options.job)
         settings = saving.Settings(**read_settings(options.plan))
         if options.budget is not None:
             settings = replace(settings, budget_seconds=options.budget)
         settings = allocation.within(settings)
         store = Store()
-        devices.claim(job.stage, store.root / "work" / "locks")
+        devices.claim(job.stage, store.root / "work" / "locks", job.processes)
         if module not in sys.modules:
-            _same_code(job)
+            same_code(job)
         ways = (job, *job.alternatives.values())
         declared = {alias["new"] for way in ways for alias in way.aliases if alias["kind"] == "code"}
         for code in {way.code for way in ways} | declared:
             store.keep_code(code, lambda code=code: read_manifest(options.plan, code))
-        execute(job, store, getattr(importlib.import_module(module), name), terminal, settings, started)
+        execute(job, store, work_of(target), terminal, settings, started)
     except saving.Stopped as stop:
         both(f"{options.job}: {stop}")
         return saving.STATUS
@@ -345,12 +381,8 @@ def run(target: str, arguments: list[str]) -> int:
         both(f"error in {options.job}: {str(error).removeprefix(options.job).lstrip(':, ')}")
         return 2
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in DISK_FAULTS:
-            place = f" at {error.filename}" if error.filename else ""
-            both(
-                f"error in {options.job}: {error.strerror}{place}; make room or mend the folder, then run again: "
-                "nothing that is finished is lost"
-            )
+        if words := fault_of_the_disk(error):
+            both(f"error in {options.job}: {words}")
             return 2
         text = traceback.format_exc()
         _tell(sys.stderr, text)

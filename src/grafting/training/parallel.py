@@ -10,6 +10,7 @@ other for ever. Use `opsd.rounds`, whose rollouts are jobs of their own.
 
 from __future__ import annotations
 
+import os
 from types import MethodType
 
 import torch
@@ -21,8 +22,9 @@ from grafting.models.forward import logits_at
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether this run was launched with an FSDP config."""
-    return accelerator.distributed_type == DistributedType.FSDP
+    """Whether this run was launched with an FSDP config. Accelerate itself heeds one on accelerators only."""
+    launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return accelerator.distributed_type == DistributedType.FSDP or (launched and accelerator.num_processes > 1)
 
 
 def shard(model, objective, accelerator: Accelerator) -> None:
@@ -39,6 +41,7 @@ def shard(model, objective, accelerator: Accelerator) -> None:
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
     # objectives call the model below its head; FSDP must know that method to gather the weights around it
     model.sharded_logits = MethodType(logits_at, model)
     register_fsdp_forward_method(model, "sharded_logits")

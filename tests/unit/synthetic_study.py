@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy
 
 from grafting.config.claims import Claim, load_claims
+from grafting.evaluation.budget import affordable, trained
 from grafting.evaluation.frontier import dominating
 from grafting.plan.code import PROJECT
 from grafting.plan.frontiers import sizes
@@ -102,6 +103,7 @@ class StudyBuilder:
 
     def __init__(self, root: Path, seeds=(0, 1, 2), model_seeds=(0,)) -> None:
         self.root, self.seeds, self.model_seeds = root, list(seeds), list(model_seeds)
+        self.store = Store(root)
         self.inputs = {role: [] for role in STAGES}
         self.evaluations, self.selections, self.rollouts, self.frontiers = [], [], [], []
         self.deltas: list[dict] = []
@@ -164,11 +166,7 @@ class StudyBuilder:
         self._families.setdefault((protocol, style, task, model_seed), {})[name] = candidates
         best = max(candidates, key=lambda c: sum(expected(c, protocol, style, task)))
         _, folder = self.folder("selections")
-        listed = []
-        for c in candidates:
-            new, prior = expected(c, protocol, style, task)
-            score = (new + prior) / 2
-            listed.append({"name": candidate_name(c), "label": c, "new": new, "prior": prior, "score": score})
+        listed = self._shown(candidates, protocol, style, task)
         choice = {"choice": candidate_name(best), "label": best, "score": 0.9, "candidates": listed}
         (folder / "choice.json").write_text(json.dumps(choice))
         test, folder = self.folder("tests")
@@ -184,6 +182,16 @@ class StudyBuilder:
              "selection": len(self.inputs["selections"]) - 1, "test": test, "models": {}}
         )  # fmt: skip
 
+    @staticmethod
+    def _shown(candidates: list[dict], protocol: str, style: str, task: str) -> list[dict]:
+        """As a selection lists them."""
+        listed = []
+        for c in candidates:
+            new, prior = expected(c, protocol, style, task)
+            score = (new + prior) / 2
+            listed.append({"name": candidate_name(c), "label": c, "new": new, "prior": prior, "score": score})
+        return listed
+
     def _frontier(self, protocol: str, style: str, task: str, model_seed: int) -> None:
         """The test of what the claims' frontiers need, once all families are there."""
         families = self._families.pop((protocol, style, task, model_seed))
@@ -194,15 +202,19 @@ class StudyBuilder:
         if not keep:
             return
         index, folder = self.folder("frontiers")
-        found, entries = {}, {}
-        for name, size in keep.items():
-            named = {candidate_name(c): c for c in families[name]}
-            shown = [
-                {"name": n, **dict(zip(("new", "prior"), expected(c, protocol, style, task), strict=True))}
-                for n, c in named.items()
-            ]
-            found[name] = dominating(shown, size)
-            for chosen in found[name]:
+        found, entries = [], {}
+        for kept in keep:
+            candidates = self._shown(families[kept["method"]], protocol, style, task)
+            if "measure" in kept:
+                sides = [self._shown(families[kept[side]], protocol, style, task) for side in ("method", "against")]
+                cost = lambda keys: sum(self.store.read(f"train/{key}")["cost"]["flops"] for key in keys)  # noqa: E731
+                candidates = affordable(candidates, min(cost(trained(side)) for side in sides), cost)
+            found.append(
+                {"method": kept["method"], "measure": kept.get("measure"), "against": kept.get("against"),
+                 "points": dominating(candidates, kept["size"])}
+            )  # fmt: skip
+            named = {candidate["name"]: candidate["label"] for candidate in candidates}
+            for chosen in found[-1]["points"]:
                 if chosen in entries:
                     continue
                 entries[chosen] = []
@@ -212,8 +224,8 @@ class StudyBuilder:
                     salt = f"{chosen}{protocol}{style}{task}{seed}{stage}{model_seed}"
                     key = f"{zlib.crc32(salt.encode()):08x}"
                     write_point(folder, key, "test", *values, {"seed": seed, "stage": stage}, salt)
-                    trained = named[chosen]["trained"][str(seed)][-1]
-                    entries[chosen].append({"seed": seed, "point": key, "trained": trained})
+                    behind = named[chosen]["trained"][str(seed)][-1]
+                    entries[chosen].append({"seed": seed, "point": key, "trained": behind})
         (folder / "frontier.json").write_text(json.dumps(found))
         self.frontiers.append(
             {"input": index, "protocol": protocol, "style": style, "task": task, "model_seed": model_seed,

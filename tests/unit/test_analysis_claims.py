@@ -12,11 +12,12 @@ import synthetic_study as synthetic
 import yaml
 
 from grafting.analysis import claims
-from grafting.analysis.cells import affordable, jobs_of
+from grafting.analysis.cells import affordable
 from grafting.analysis.collect import collect, training_curves
 from grafting.analysis.report import deltas
 from grafting.config.claims import METHODS, check_methods, load_claims
 from grafting.errors import UserError
+from grafting.evaluation.budget import trained
 from grafting.evaluation.frontier import area
 from grafting.plan.code import PROJECT
 
@@ -124,7 +125,7 @@ def test_frontier_claims_are_on_test_data_with_equal_numbers_of_points(found, re
     for f in (f for f in read.frontiers if (f.labels["protocol"], f.labels["style"]) == ("single", "own")):
         areas = {}
         for method in ("graft", "opsd_scaled"):
-            points = [list(f.points[name].values()) for name in f.methods[method][:3]]
+            points = [list(f.points[name].values()) for name in f.methods[method, None, None][:3]]
             assert all(p.split == "test" and p.labels["family"] == "frontier" for seeds in points for p in seeds)
             areas[method] = area(
                 [tuple(np.mean([p.accuracy(s) for p in seeds]) for s in ("new", "prior")) for seeds in points]
@@ -198,10 +199,14 @@ def test_equal_cost_drops_updates_until_neither_side_is_dearer(found, read):
     assert graft.search_cost["flops"] > opsd.search_cost["flops"]
     kept = affordable(read, graft, opsd.search_cost["flops"], "flops")
     assert {c["label"]["donor"] for c in kept} == {"deployed", "base"}
-    assert read.cost([job for c in kept for job in jobs_of(c)])["flops"] <= opsd.search_cost["flops"]
+    assert read.cost(trained(kept))["flops"] <= opsd.search_cost["flops"]
     assert affordable(read, graft, 1.0, "flops") == []
     c = of(found, "graft_vs_opsd_equal_flops", task="zup")
     assert any("candidates are within the budget" in note for note in c["notes"])
+    front = next(f for f in read.frontiers if (f.labels["style"], f.labels["task"]) == ("own", "zup"))
+    within = front.methods["graft", "flops", "opsd_scaled"]
+    assert within and set(within) <= {c["name"] for c in kept}
+    assert "graft, zup: " in " ".join(of(found, "frontier_vs_opsd_equal_flops")["notes"])
     best = max(kept, key=lambda c: c["score"])
     if best["name"] == graft.choice["choice"]:
         assert c["new"] == of(found, "graft_vs_opsd", task="zup")["new"]

@@ -294,23 +294,35 @@ def test_frontier_is_fixed_by_validation_and_takes_over_what_is_tested(tmp_path,
     tested = PlannedJob("evaluate", "test", {**settings, "points": points(1.0)}, inputs, "c")
     execute(tested, store, stage.run, sys.stderr)
 
-    accuracies = {
-        "graft": {"l0.5": (0.5, 0.9), "l1.0": (0.9, 0.5), "l0.3": (0.4, 0.9), "l0.2": (0.45, 0.92)},
-        "opsd": {"l0.8": (0.1, 0.1)},
-    }
+    dear, cheap, opsd = (
+        PlannedJob("train", name, {"name": name}, {}, "c") for name in ("updates.dear", "updates.cheap", "updates.opsd")
+    )
+    for planned, flops in ((dear, 150), (cheap, 50), (opsd, 120)):
+        store.write(planned.id, {"id": planned.id, "key": planned.key, "cost": {"flops": flops}, "payload": {}})
+    graft = {
+        "l0.5": (0.5, 0.9, dear), "l1.0": (0.9, 0.5, dear), "l0.3": (0.4, 0.9, cheap), "l0.2": (0.45, 0.92, cheap),
+        "l0.9": (0.1, 0.1, dear),
+    }  # fmt: skip
     chosen = []
-    for method, found in accuracies.items():
+    for method, found in {"graft": graft, "opsd": {"l0.8": (0.1, 0.1, opsd)}}.items():
         (tmp_path / method).mkdir()
-        candidates = [{"name": n, "new": new, "prior": prior} for n, (new, prior) in found.items()]
+        candidates = [
+            {"name": n, "new": new, "prior": prior, "label": {"trained": {"0": [[update.key]]}}}
+            for n, (new, prior, update) in found.items()
+        ]
         (tmp_path / method / "choice.json").write_text(json.dumps({"candidates": candidates}))
         chosen.append(stored(store, "select", method, tmp_path / method))
-    every = points(0.5, 1.0, 0.3, 0.2, 0.8)
+    every = points(0.5, 1.0, 0.3, 0.2, 0.8, 0.9)
     absent = "train/nowhere-000000000000"
     for point in every:
-        point["recipe"]["terms"] = [0 if point["name"] in ("l0.3", "l0.2") else 1]
+        point["recipe"]["terms"] = [0 if point["name"] == "l0.9" else 1]
     spec = {
-        **settings, "points": every, "keep": [["graft", 2], ["opsd", 1]],
-        "candidates": {point["name"]: {"0": point["key"]} for point in every},
+        **settings, "points": every, "candidates": {point["name"]: {"0": point["key"]} for point in every},
+        "keep": [
+            {"method": "graft", "selection": 0, "size": 2},
+            {"method": "opsd", "selection": 1, "size": 1},
+            {"method": "graft", "selection": 0, "size": 1, "measure": "flops", "against": "opsd", "other": 1},
+        ],
     }  # fmt: skip
     inputs |= {"trained": [absent, *inputs["trained"]], "donor": [absent, *inputs["donor"]]}
     inputs |= {"selections": chosen, "tests": [tested.id]}
@@ -318,10 +330,13 @@ def test_frontier_is_fixed_by_validation_and_takes_over_what_is_tested(tmp_path,
     execute(job, store, frontier.run, sys.stderr)
 
     out = store.payload(job.id)
-    # l0.5 and l1.0 dominate .45 each (the first of equals), together .65; l0.5 and l0.2 .459
-    assert json.loads((out / "frontier.json").read_text()) == {"graft": ["l0.5", "l1.0"], "opsd": ["l0.8"]}
-    assert {path.name for path in out.glob("key*.json")} == {"key1.0.json", "key0.5.json", "key0.8.json"}
-    assert store.read(job.id)["metrics"] == {"points_computed": 2, "points_reused": 1}
+    # l0.5 and l1.0 dominate .45 each (the first of equals), together .65; l0.5 and l0.2 .459. The dear update costs
+    # more than all of OPSD, the cheap one does not; of its points l0.2 dominates more
+    found = json.loads((out / "frontier.json").read_text())
+    assert [entry["points"] for entry in found] == [["l0.5", "l1.0"], ["l0.8"], ["l0.2"]]
+    assert (found[2]["method"], found[2]["measure"], found[2]["against"]) == ("graft", "flops", "opsd")
+    assert {p.name for p in out.glob("key*.json")} == {f"key{s}.json" for s in ("1.0", "0.5", "0.8", "0.2")}
+    assert store.read(job.id)["metrics"] == {"points_computed": 3, "points_reused": 1}
     before = store.payload(tested.id)
     assert (out / "key1.0.jsonl.gz").read_bytes() == (before / "key1.0.jsonl.gz").read_bytes()
     alone = evaluate(

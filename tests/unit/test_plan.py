@@ -237,7 +237,8 @@ def test_small_stages_do_not_depend_on_big_rooms():
     assert not any("self_distillation" in m for m in code.closure(code.ENTRIES["lineage"]))
     assert not any("supervised" in m or "self_dist" in m for m in code.closure(code.ENTRIES["train"]))
     assert rooms("select") <= {"evaluation"}
-    assert rooms("report") <= {"analysis"}
+    assert rooms("report") <= {"analysis", "evaluation"}
+    assert {m for m in code.closure(code.ENTRIES["report"]) if ".evaluation." in m} == {"grafting.evaluation.budget"}
     assert "analysis" not in rooms("evaluate") and "training" not in rooms("evaluate")
     assert not rooms("train") & {"evaluation", "merging", "analysis", "sensitivity"}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from grafting.analysis.collect import ALL, DEPLOYED, Frontier, Point, Selected, Study
 from grafting.analysis.statistics import Estimate, Observations, estimate, mean_of
+from grafting.evaluation import budget as paid
 
 Runs = dict[str, list[Point]]  # replicate (a seed, or a model) -> the final points that count for it
 NEW, PRIOR = "new", "prior"
@@ -113,22 +114,9 @@ def frontier_of(study: Study, cell: tuple[str, str], task: str, model: Any) -> F
     return next((f for f in study.frontiers if all(f.labels[name] == value for name, value in wanted.items())), None)
 
 
-def jobs_of(candidate: Mapping[str, Any]) -> tuple[str, ...]:
-    """Keys of the training jobs behind a candidate, over all seeds and stages, each once."""
-    trained = candidate["label"].get("trained", {})
-    return tuple(dict.fromkeys(job for stages in trained.values() for jobs in stages for job in jobs))
-
-
 def affordable(study: Study, selected: Selected, budget: float, measure: str) -> list[Mapping[str, Any]]:
-    """Candidates in the configuration's order whose training jobs, together with those before, cost at most
-    `budget`; one that would exceed it is left out. A job that several share is paid once."""
-    kept, paid = [], []
-    for candidate in selected.choice["candidates"]:
-        jobs = [*paid, *jobs_of(candidate)]
-        if study.cost(jobs)[measure] <= budget * (1 + 1e-9):
-            kept.append(candidate)
-            paid = list(dict.fromkeys(jobs))
-    return kept
+    """The candidates that a budget pays for, see `grafting.evaluation.budget`."""
+    return paid.affordable(selected.choice["candidates"], budget, lambda keys: study.cost(keys)[measure])
 
 
 def tested(

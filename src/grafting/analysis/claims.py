@@ -289,9 +289,8 @@ class _Tester:
                 for side, s in enumerate(both):
                     kept = affordable(self.study, s, budget, measure)
                     chosen[side][task, m], best = tested(selected, task, m, kept)
-                    every = len(s.choice["candidates"])
-                    if len(kept) < every:
-                        notes.append(f"{pair[side]}, {task}: {len(kept)} of {every} candidates are within the budget")
+                    if len(kept) < len(s.choice["candidates"]):
+                        notes.append(f"{pair[side]}, {task}: {_within(kept, s)}")
                     if kept and not best:
                         notes.append(f"{pair[side]}, {task}: the best of them was not tested; the next best stands in")
         sides = [runs_of(self.study, partial(_get, part), tasks, model) for part in chosen]
@@ -303,6 +302,7 @@ class _Tester:
         tasks: Sequence[str], model: Any,
     ) -> tuple[dict[str, Estimate | None], list[str]]:  # fmt: skip
         notes, sets, models = [], [], models_of(self.study, model)
+        measure = claim["condition"].get("equal")
         for task in tasks:
             ranked: list[list[list[tuple[Any, Mapping[Any, Point]]]]] = [[], []]  # side -> model -> (model, points)
             for m in models:
@@ -310,16 +310,16 @@ class _Tester:
                 both = [find(selected, family, task, m) for family in pair]
                 if None in both or found is None:
                     return {claim["statistic"]: None}, [f"{task}: no tested frontier"]
-                for side, (family, s) in enumerate(zip(pair, both, strict=True)):
-                    names, measure = list(found.methods[family]), claim["condition"].get("equal")
+                for side, (family, other) in enumerate((pair, pair[::-1])):
+                    kind = (family, measure, other if measure else None)
+                    if kind not in found.methods:
+                        return {claim["statistic"]: None}, [f"{task}: no tested frontier"]
+                    ranked[side].append([(m, found.points[name]) for name in found.methods[kind]])
                     if measure:
-                        budget = min(s.search_cost[measure] for s in both)
-                        paid = {c["name"] for c in affordable(self.study, s, budget, measure)}
-                        if not paid.issuperset(names):
-                            kept = [name for name in names if name in paid]
-                            notes.append(f"{family}, {task}: {len(kept)} of {len(names)} points are within the budget")
-                            names = kept
-                    ranked[side].append([(m, found.points[name]) for name in names])
+                        s = both[side]
+                        paid = affordable(self.study, s, min(x.search_cost[measure] for x in both), measure)
+                        if len(paid) < len(s.choice["candidates"]):
+                            notes.append(f"{family}, {task}: {_within(paid, s)}")
             size = min(len(points) for side in ranked for points in side)
             if size == 0:
                 return {claim["statistic"]: None}, [*notes, f"{task}: no point within the budget"]
@@ -332,6 +332,10 @@ class _Tester:
         notes.append(f"{size} point{'s' if size > 1 else ''} per method")
         value = frontier.contrast(claim["statistic"], wholes, self.draws, aligned=len(models) == 1)
         return {claim["statistic"]: value}, list(dict.fromkeys(notes))
+
+
+def _within(kept: Sequence[Any], selected: Selected) -> str:
+    return f"{len(kept)} of {len(selected.choice['candidates'])} candidates are within the budget"
 
 
 def _replicates(model_seed: Any, place: int, side: Sequence[Sequence[tuple[Any, Mapping[Any, Point]]]]) -> Runs:

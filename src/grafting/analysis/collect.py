@@ -113,7 +113,9 @@ class Frontier:
     """The points of several methods that dominate most on validation data, on test data."""
 
     labels: Mapping[str, Any]  # protocol, style, task, model_seed
-    methods: Mapping[str, Sequence[str]]  # method -> names of its candidates, the one that dominates most first
+    # (method, measure, other method) -> names of its candidates, the one that dominates most first; measure and other
+    # are None, or say that these are the ones within the budget of both
+    methods: Mapping[tuple[str, str | None, str | None], Sequence[str]]
     points: Mapping[str, Mapping[Any, Point]]  # name of a candidate -> seed -> its point
 
 
@@ -255,7 +257,8 @@ class _Reader:
             if all(selected.labels[name] == value for name, value in own.items())
             for candidate in selected.choice["candidates"]
         }
-        methods, points = _read(folder / "frontier.json"), {}
+        found, points = _read(folder / "frontier.json"), {}
+        methods = {(entry["method"], entry["measure"], entry["against"]): entry["points"] for entry in found}
         for name in dict.fromkeys(name for names in methods.values() for name in names):
             points[name] = {
                 point["seed"]: self.point(

@@ -2,7 +2,8 @@
 
 Which points those are is fixed before test data are read: from the validation accuracies that the selections hold.
 What the test of a selected candidate has answered already is taken over from there. Payload: as of the stage
-evaluate, and `frontier.json`: method -> names of its points, in the order in which they were found.
+evaluate, and `frontier.json`: a list of {"method", "measure", "against", "points"}, the names of the points in the
+order in which they were found; measure and against say that they are those within a budget (see `run`).
 """
 
 from __future__ import annotations
@@ -11,33 +12,58 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from grafting.errors import UserError
 from grafting.evaluation import stage
+from grafting.evaluation.budget import affordable, trained
 from grafting.provenance.files import write_json
 
 
 def run(job: Any) -> None:
     """Evaluates the points of the frontiers.
 
-    spec    as of the stage evaluate, with the points of all candidates; "keep": [[method, number of points], ...] in
-            the order of the input `selections`; "candidates": name -> {seed: point key}
+    spec    as of the stage evaluate, with the points of all candidates; "keep": list of {"method", "selection" (place
+            in the inputs), "size"}, and where the training of all candidates may cost no more than that of another
+            method's {"measure": "flops" | "cpu_seconds", "against", "other" (place of its selection)};
+            "candidates": name -> {seed: point key}
     inputs  as of the stage evaluate, with those of all candidates; selections; tests (of what they chose)
     """
-    folders = job.inputs("selections")
-    found = {
-        method: dominating(_candidates(folder), size)
-        for (method, size), folder in zip(job.spec["keep"], folders, strict=True)
-    }
-    wanted = {key for names in found.values() for name in names for key in job.spec["candidates"][name].values()}
-    asked = _asked(job, [point for point in job.spec["points"] if point["key"] in wanted])
-    stage.run(asked)
+    choices = [_candidates(folder) for folder in job.inputs("selections")]
+    costs: dict[str, dict[str, float]] = {}
+
+    def cost(measure: str, keys: Sequence[str]) -> float:
+        for key in keys:
+            if key not in costs:
+                costs[key] = _record(job, key)["cost"]
+        return sum(costs[key].get(measure, 0) for key in keys)
+
+    found = []
+    for kept in job.spec["keep"]:
+        candidates, measure = choices[kept["selection"]], kept.get("measure")
+        if measure is not None:
+            own_cost = partial(cost, measure)
+            budget = min(own_cost(trained(side)) for side in (candidates, choices[kept["other"]]))
+            candidates = affordable(candidates, budget, own_cost)
+        points = dominating(candidates, kept["size"])
+        found.append({"method": kept["method"], "measure": measure, "against": kept.get("against"), "points": points})
+    names = {name for entry in found for name in entry["points"]}
+    wanted = {key for name in names for key in job.spec["candidates"][name].values()}
+    stage.run(_asked(job, [point for point in job.spec["points"] if point["key"] in wanted]))
     write_json(job.out / "frontier.json", found)
 
 
 def _candidates(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "choice.json").read_text(encoding="utf-8"))["candidates"]
+
+
+def _record(job: Any, key: str) -> dict[str, Any]:
+    try:
+        return job.sidecar("train", key)
+    except UserError:  # rollouts that were made for training
+        return job.sidecar("rollout", key)
 
 
 def dominating(candidates: Sequence[Mapping[str, Any]], size: int) -> list[str]:

@@ -167,7 +167,7 @@ class Estimate:
             suites.append((kind, prior, 1))
         points = len(spec["points"])
         if "keep" in spec:  # of frontiers only some points are tested, whichever they will be
-            points = min(points, len(self.study.config.seeds) * sum(size for _, size in spec["keep"]))
+            points = min(points, len(self.study.config.seeds) * sum(kept["size"] for kept in spec["keep"]))
         for _ in range(points):
             for name, items, drawn in suites:
                 total.add(self._answers(name, items, spec["max_new_tokens"], drawn))

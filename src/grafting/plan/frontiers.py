@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from grafting.plan.study import Study
 
 
-def sizes(claims: Iterable[Claim], families: Sequence[Family]) -> dict[str, int]:
-    """Method -> how many points of its frontier the claims need, for the families of one protocol, style and task:
-    as many as the smaller side has candidates, the most of all claims."""
+def sizes(claims: Iterable[Claim], families: Sequence[Family]) -> list[dict[str, Any]]:
+    """The frontiers that the claims need of the families of one protocol, style and task: {"method", "size"}, and of
+    those within a budget {"measure", "against"}. A size is what the smaller side has candidates, the most of all
+    claims."""
     have = {family.name: len(family.candidates) for family in families}
-    found: dict[str, int] = {}
+    found: dict[tuple[str, str | None, str | None], int] = {}
     for claim in claims:
         condition, right = claim.condition, next((name for name in claim.right if name in have), None)
         applies = all(
@@ -25,9 +26,13 @@ def sizes(claims: Iterable[Claim], families: Sequence[Family]) -> dict[str, int]
             for allowed, value in ((condition.protocols, families[0].protocol), (condition.styles, families[0].style))
         )
         if claim.statistic in FRONTIERS and applies and claim.left in have and right is not None:
-            for name in (claim.left, right):
-                found[name] = max(found.get(name, 0), min(have[claim.left], have[right]))
-    return found
+            for name, other in ((claim.left, right), (right, claim.left)):
+                kind = (name, condition.equal, other if condition.equal else None)
+                found[kind] = max(found.get(kind, 0), min(have[claim.left], have[right]))
+    return [
+        {"method": name, "size": size, **({"measure": measure, "against": other} if measure else {})}
+        for (name, measure, other), size in found.items()
+    ]
 
 
 def add_frontiers(study: Study, families: Sequence[Family]) -> None:
@@ -37,7 +42,8 @@ def add_frontiers(study: Study, families: Sequence[Family]) -> None:
         cells.setdefault((family.protocol, family.style, family.task), []).append((family, entry))
     for (protocol, style, task), members in cells.items():
         keep = sizes(study.claims, [family for family, _ in members])
-        kept = [(family, entry) for family, entry in members if family.name in keep]
+        named = {entry["method"] for entry in keep}
+        kept = [(family, entry) for family, entry in members if family.name in named]
         if not kept:
             continue
         candidates = {c.name: c for family, _ in kept for c in family.candidates}
@@ -45,7 +51,7 @@ def add_frontiers(study: Study, families: Sequence[Family]) -> None:
         job = study.add(
             "evaluate",
             f"frontier.{protocol}.{style}.{task}.m{study.m}",
-            {**spec, "keep": [[family.name, keep[family.name]] for family, _ in kept]},
+            {**spec, "keep": [_placed(entry, [family.name for family, _ in kept]) for entry in keep]},
             {
                 **inputs,
                 "selections": [chosen["selection"] for _, chosen in kept],
@@ -76,6 +82,12 @@ def add_frontiers(study: Study, families: Sequence[Family]) -> None:
                 },
             }
         )
+
+
+def _placed(entry: dict[str, Any], methods: Sequence[str]) -> dict[str, Any]:
+    """With the places of the selections."""
+    other = {"other": methods.index(entry["against"])} if "against" in entry else {}
+    return {**entry, "selection": methods.index(entry["method"]), **other}
 
 
 def _together(candidates: Sequence[Candidate]) -> tuple[dict[str, Any], dict[str, list[str]], tuple[str, ...]]:

@@ -4,7 +4,7 @@
     python envs/generate.py           envs/cpu.yaml, envs/cuda.yaml and envs/apptainer.def from pyproject.toml
                                       and the lock
 
-The lock holds every package that the runtime and the extras `dev` and `slurm` need, with the versions
+The lock holds every package that the runtime and the extras `dev`, `lora` and `slurm` need, with the versions
 installed in the running environment, without build tags (`+cpu`). What torch needs for one kind of
 accelerator only (nvidia-*, triton, ...) is left out: its own metadata pins it, and other builds lack it.
 """
@@ -22,12 +22,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKED_EXTRAS = ("dev", "slurm")
+LOCKED_EXTRAS = ("dev", "lora", "slurm")
 FLAVOURS = ("cpu", "cuda")
 #: Packages that only some builds of torch need.
 BUILD_SPECIFIC = re.compile(r"^(nvidia-|cuda-|triton|pytorch-triton)")
 LOCK_HEAD = """\
-# Every version of the runtime and of the extras dev and slurm; written by `make lock`, read by `make setup`.
+# Every version of the runtime and of the extras dev, lora and slurm; written by `make lock`, read by `make setup`.
 """
 
 

@@ -19,7 +19,6 @@ from test_training import (  # noqa: F401  (fixtures)
 from grafting.models import load_model
 from grafting.training import fitting, loop, stage
 
-pytest.importorskip("peft")
 LORA = {"rank": 3, "alpha": 12, "dropout": 0.0}
 TRAINED = SFT | {"lora": LORA, "lr": 0.02, "micro_batch_size": None}
 

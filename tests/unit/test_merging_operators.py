@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from grafting.errors import UserError
+from grafting.merging import operators
+from grafting.merging.arrays import Arrays, apply
 from grafting.merging.engine import run
 from grafting.merging.mergefile import MergeFile
 from grafting.merging.mergekit import METHODS, from_mergekit
@@ -18,6 +20,7 @@ from grafting.merging.planning import plan
 from grafting.merging.registry import OPERATORS, table
 from grafting.models.numerics import BY_NAME, FORMATS, is_finite, narrow, widen
 from grafting.models.safefiles import ShardFile
+from grafting.sensitivity.selection import Near
 
 MERGEKIT = json.loads((Path(__file__).parent / "fixtures" / "mergekit.json").read_text())
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -364,6 +367,45 @@ def test_order_sharding_and_threads_change_no_bit(name, tmp_path):
                 else None
             )
             assert again is None or not same(again, expected)
+
+
+DELTAS = {
+    "normal": lambda rng, n: rng.normal(size=n),
+    "few values": lambda rng, n: np.round(rng.normal(size=n), 1),
+    "mostly zero": lambda rng, n: np.where(rng.random(n) < 0.01, rng.normal(size=n), 0.0),
+    "uneven": lambda rng, n: rng.normal(size=n) * np.repeat(rng.random(n // 500) ** 4, 500),
+    "constant": lambda rng, n: np.full(n, -0.5),
+    "ascending": lambda rng, n: np.arange(n) / n,
+}
+
+
+@pytest.mark.parametrize("kind", DELTAS)
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+def test_trims_of_large_tensors_are_those_of_a_sort(kind, wide, monkeypatch):
+    """Above 131 072 entries thresholds come from a sample and one pass; among equal magnitudes the first stay."""
+    n, densities = 400_000, [0.5, 0.013]
+    deltas = [DELTAS[kind](np.random.default_rng(i), n).astype(wide) for i in range(2)]
+    if kind == "constant":  # more near the threshold than are kept: found in further passes
+        monkeypatch.setattr(Near, "MOST", 1000)
+    inputs = Arrays(np.zeros(n, wide), deltas)
+    found = apply(inputs, operators.magnitude(inputs, [1.0, 1.0], densities))
+    expected = np.zeros(n, wide)
+    for delta, density in zip(deltas, densities):
+        kept = np.argsort(-np.abs(delta), kind="stable")[: int(density * n)]
+        expected[kept] += delta[kept]
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("density, share", [(0.5, 0.5), (0.1, 6554 / 65536), (1e-9, 1 / 65536)])
+def test_dare_keeps_by_16_random_bits_the_same_in_any_order(density, share):
+    n = 1 << 20
+    inputs = Arrays(np.zeros(n, np.float32), [np.ones(n, np.float32)], "some.weight")
+    piece = operators.dare(inputs, [1.0], [density], seed=3)
+    whole = piece(0, np.zeros(n, np.float32), [np.ones(n, np.float32)])
+    assert set(np.unique(whole)) == {np.float32(0), np.float32(1 / share)}
+    assert abs((whole > 0).mean() - share) < 5 * np.sqrt(share / n)
+    for start, count in ((70_001, 13), (3, 5), (n - 2, 2), (2, 131_072)):
+        assert np.array_equal(piece(start, None, [np.ones(count, np.float32)]), whole[start : start + count])
 
 
 def test_trajectory_averages_follow_the_listed_order(tmp_path):

@@ -21,7 +21,7 @@ from grafting.sensitivity.diagonal import diagonal_fisher
 from grafting.sensitivity.kfac import eigenbases, kfac_factors, linear_layers
 from grafting.sensitivity.likelihood import Sequence, encode, sample_labels
 from grafting.sensitivity.masks import Mask, apply_mask, mask_report
-from grafting.sensitivity.selection import cuts
+from grafting.sensitivity.selection import cuts, kth_largest
 from grafting.sensitivity.upcasting import load_narrow, upcast_in_use
 from grafting.tasks.stage import run as build_data
 from grafting.tasks.tiny_language import VOCABULARY as VOCABULARY_TINY
@@ -383,6 +383,16 @@ def test_masks_refuse_another_models_sensitivity(update, payloads, tmp_path):
 
 
 # ---- the stage ----
+
+
+@pytest.mark.parametrize("distinct", [None, 1, 2, 5, 3000])
+@pytest.mark.parametrize("size", [1, 4096, 4097, 60_000])
+def test_kth_largest_is_a_sorts(size, distinct):
+    rng = np.random.default_rng(size)
+    scores = rng.random(size) if distinct is None else rng.integers(0, distinct, size) / distinct
+    for k in {1, 2, size // 3, size - 1, size} - {0}:
+        if k <= size:
+            assert kth_largest(scores, k) == np.sort(scores)[size - k]
 
 
 @pytest.fixture(scope="module")

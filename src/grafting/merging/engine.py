@@ -94,7 +94,7 @@ class Stream(Inputs):
         """See `Inputs`."""
         return Uniforms(seed, self._merge.donors[donor].identity, self._name)
 
-    def chunks(self, which=None, rows=1, step=1) -> Iterator[tuple[int, np.ndarray, list[np.ndarray]]]:
+    def chunks(self, which=None, rows=1, step=1, part=None) -> Iterator[tuple[int, np.ndarray, list[np.ndarray]]]:
         """See `Inputs`."""
         donors = range(self.count) if which is None else which
         anchor = self._merge.anchor
@@ -103,21 +103,22 @@ class Stream(Inputs):
         once = {model for model in models if roles.count(model) == 1}
         length = self.chunk_length(rows)
         block = length * max(1, _BLOCK * CHUNK // length)
-        for begin in range(0, self.size, block):
-            count = min(block, self.size - begin)
+        first, last = part or (0, self.size)
+        for begin in range(first, last, block):
+            count = min(block, last - begin)
             raws = {}
             for place, model in enumerate(models):
                 raws[model] = self._read(model, place, begin, count, raws.get(anchor))
             for start in range(0, count, length):
-                part = slice(start, min(start + length, count), step)
-                self.raw_anchor = raws[anchor][part]
+                here = slice(start, min(start + length, count), step)
+                self.raw_anchor = raws[anchor][here]
                 wide: dict[Checkpoint, np.ndarray] = {}
-                base = self._widen(anchor, 0, raws, part, wide)
+                base = self._widen(anchor, 0, raws, here, wide)
                 deltas = []
                 for i in donors:
                     pair = self._merge.donors[i]
-                    donor = self._widen(pair.donor, models.index(pair.donor), raws, part, wide)
-                    trained = self._widen(pair.trained, models.index(pair.trained), raws, part, wide)
+                    donor = self._widen(pair.donor, models.index(pair.donor), raws, here, wide)
+                    trained = self._widen(pair.trained, models.index(pair.trained), raws, here, wide)
                     # in place, where nobody else needs these numbers
                     delta = trained if pair.trained in once else self._scratch.get(("delta", i), len(base), self.wide)
                     np.subtract(trained, donor, out=delta)

@@ -16,11 +16,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from grafting.merging.arrays import Inputs, Piece, add_up, keep
-from grafting.sensitivity.selection import cuts
+from grafting.merging.arrays import Inputs, Piece, add_up, dot, keep
+from grafting.sensitivity.selection import NOTHING, Cut, Near, cuts
 
 #: (start, delta of one donor) -> the same without the dropped entries; may overwrite.
 Sparse = Callable[[int, np.ndarray], np.ndarray]
+
+#: DARE compares 16 random bits with a threshold, so its densities are multiples of 1/65536.
+_STEPS = 1 << 16
+#: Magnitudes of tensors up to this size are kept whole to find a threshold.
+_ALL_KEPT = 1 << 17
 
 
 def task_arithmetic(inputs: Inputs, weight: Sequence[float], normalize: bool = False) -> Piece:
@@ -29,7 +34,7 @@ def task_arithmetic(inputs: Inputs, weight: Sequence[float], normalize: bool = F
     With one donor and weight 1 this is the graft itself, and with scale 1 and donor = deployed it is the
     fine-tuned model (the engine copies that one, so that it holds bit for bit).
     """
-    return _combined([lambda _, delta: delta] * inputs.count, weight, False, normalize)
+    return _combined([_whole] * inputs.count, weight, False, normalize)
 
 
 def magnitude(inputs: Inputs, weight, density, rescale: str = "none", normalize: bool = False) -> Piece:
@@ -58,8 +63,7 @@ def breadcrumbs(
     Of n entries the floor(gamma n) largest go, of the rest the floor(p n) largest stay (fewer outliers go where
     n would not suffice, as in mergekit). `elect=True`: followed by the election of TIES (breadcrumbs_ties).
     """
-    parts = [_outliers(inputs, i, p, g, rescale) for i, (p, g) in enumerate(zip(density, gamma))]
-    return _combined(parts, weight, elect, normalize)
+    return _combined(_outliers(inputs, density, gamma, rescale), weight, elect, normalize)
 
 
 def dare(
@@ -67,12 +71,12 @@ def dare(
 ) -> Piece:
     """DARE (Yu et al. 2024, arXiv 2311.03099): each entry stays with probability p_i, then is rescaled.
 
+    p_i is the density rounded to a multiple of 1/65536, and at least that (it is compared with 16 random bits).
     rescale: "density" 1 / p_i, the paper's, unbiased; "l1" so that the L1 norm of the delta's tensor is what
     it was (mergekit's); "none". Draws are by (seed, donor's content, tensor name, index): the order of donors,
     sharding and threads change none. `elect=True`: DARE-TIES, `elect=False`: DARE-linear.
     """
-    parts = [_bernoulli(inputs, i, p, seed, rescale) for i, p in enumerate(density)]
-    return _combined(parts, weight, elect, normalize)
+    return _combined(_bernoulli(inputs, density, seed, rescale), weight, elect, normalize)
 
 
 def della(
@@ -84,8 +88,7 @@ def della(
     p - eps + 2 eps r / (m - 1). rescale: "l1" as in mergekit; "density": each kept entry by 1 / its probability
     as in the paper; "none". `elect=False`: DELLA-linear. Needs chunks of whole rows.
     """
-    parts = [_magprune(inputs, i, p, e, seed, rescale) for i, (p, e) in enumerate(zip(density, epsilon))]
-    return _combined(parts, weight, elect, normalize)
+    return _combined(_magprune(inputs, density, epsilon, seed, rescale), weight, elect, normalize)
 
 
 def sce(inputs: Inputs, density: float = 1.0) -> Piece:
@@ -206,103 +209,166 @@ def _agrees(part: np.ndarray, positive: np.ndarray) -> np.ndarray:
 
 
 def _elected(parts: list[np.ndarray], weight: Sequence[float], normalize: bool) -> np.ndarray:
-    positive = add_up(parts) >= 0
-    mass = np.zeros_like(parts[0])
-    for part, w in zip(parts, weight):
-        agrees = _agrees(part, positive)
+    total = add_up(parts)
+    flip = total.view(f"u{total.itemsize}")
+    flip &= flip.dtype.type(1 << (8 * total.itemsize - 1))  # the sign bit, by which what agrees becomes positive
+    nothing, agreeing = np.zeros_like(total), []
+    for part in parts:
+        bits = part.view(flip.dtype)
+        bits ^= flip
         if normalize:
-            mass += agrees if w == 1 else agrees * mass.dtype.type(w)
-        keep(part, agrees)
-    total = parts[0]
+            agreeing.append(part > 0)
+        np.maximum(part, nothing, out=part)
+    result = parts[0]
     for part in parts[1:]:
-        total += part
+        result += part
     if normalize:
-        np.copyto(mass, 1, where=mass == 0)
-        total /= mass
-    return total
+        result /= _mass(agreeing, weight, result.dtype)
+    bits = result.view(flip.dtype)
+    bits ^= flip
+    return result
+
+
+def _mass(agreeing: list[np.ndarray], weight: Sequence[float], wide: np.dtype) -> np.ndarray:
+    """Sum of the weights of those that agree, 1 where it is 0."""
+    w = weight[0]
+    # where a product is what the sum would be, bit for bit
+    if set(weight) == {w} and w != 0 and len(weight) <= (255 if w == 1 else 3):
+        number = agreeing[0].view(np.uint8)
+        for agrees in agreeing[1:]:
+            number += agrees.view(np.uint8)
+        number |= number == 0
+        mass = number.astype(wide)
+        if w != 1:
+            mass *= wide.type(w)
+        return mass
+    mass = np.zeros(len(agreeing[0]), wide)
+    for agrees, w in zip(agreeing, weight):
+        mass += keep(np.full(len(mass), w, wide), agrees)
+    mass += mass == 0
+    return mass
+
+
+# ---- what is dropped ----
 
 
 def _trims(inputs: Inputs, density: Sequence[float], rescale: str) -> list[Sparse]:
-    parts = []
-    for i, p in enumerate(density):
-        if p == 1:
-            parts.append(lambda _, delta: delta)
-            continue
-        (cut,) = _magnitude_cuts(inputs, i, [max(1, int(p * inputs.size))])
-        parts.append(_rescaled(inputs, i, lambda start, d, cut=cut: keep(d, cut.marks(start, np.abs(d))), rescale))
-    return parts
+    counts = [[] if p == 1 else [max(1, int(p * inputs.size))] for p in density]
+
+    def trim(cut: Cut) -> Sparse:
+        return lambda start, delta: keep(delta, cut.marks(start, np.abs(delta)))
+
+    drops = [trim(*found) if found else None for found in _magnitude_cuts(inputs, counts)]
+    return _rescaled(inputs, drops, rescale)
 
 
-def _magnitude_cuts(inputs: Inputs, donor: int, counts: list[int]):
-    def scan(step):
-        for start, _, (delta,) in inputs.chunks([donor], step=step):
-            yield start, np.abs(delta, out=delta)
+def _outliers(inputs: Inputs, density: Sequence[float], gamma: Sequence[float], rescale: str) -> list[Sparse]:
+    n, counts = inputs.size, []
+    for p, g in zip(density, gamma):
+        target = int(p * n)
+        bottom = max(0, n - target - int(g * n))
+        counts.append([] if p == 1 else [n - bottom, n - bottom - target])
 
-    return cuts(scan, inputs.size, counts)
+    def trim(small: Cut, large: Cut) -> Sparse:
+        def drop(start, delta):
+            size = np.abs(delta)
+            return keep(delta, small.marks(start, size) & ~large.marks(start, size))
 
-
-def _outliers(inputs: Inputs, donor: int, density: float, gamma: float, rescale: str) -> Sparse:
-    n = inputs.size
-    target = int(density * n)
-    if density == 1:
-        return lambda _, delta: delta
-    bottom = max(0, n - target - int(gamma * n))
-    small, large = _magnitude_cuts(inputs, donor, [n - bottom, n - bottom - target])
-
-    def drop(start, delta):
-        size = np.abs(delta)
-        return keep(delta, small.marks(start, size) & ~large.marks(start, size))
-
-    return _rescaled(inputs, donor, drop, rescale)
-
-
-def _bernoulli(inputs: Inputs, donor: int, density: float, seed: int, rescale: str) -> Sparse:
-    if density == 1:
-        return lambda _, delta: delta
-    uniforms = inputs.stream(donor, seed)
-
-    def drop(start, delta):
-        return keep(delta, uniforms.at(start, len(delta)) < density)
-
-    return _rescaled(inputs, donor, drop, rescale, 1 / density)
-
-
-def _magprune(inputs: Inputs, donor: int, density: float, epsilon: float, seed: int, rescale: str) -> Sparse:
-    if density == 1:
-        return lambda _, delta: delta
-    uniforms, row = inputs.stream(donor, seed), row_length(inputs.shape)
-
-    def drop(start, delta):
-        size = np.abs(delta).reshape(-1, row)
-        ranks = np.empty(size.shape, np.float32)
-        order = np.argsort(size, axis=1, kind="stable")
-        np.put_along_axis(ranks, order, np.arange(row, dtype=np.float32)[None, :], axis=1)
-        ranks *= np.float32(2 * epsilon / max(1, row - 1))
-        ranks += np.float32(density - epsilon)
-        probability = ranks.reshape(-1)
-        kept = keep(delta, uniforms.at(start, len(delta)) < probability)
-        return kept / probability if rescale == "density" else kept
-
-    return _rescaled(inputs, donor, drop, "none" if rescale == "density" else rescale, rows=row)
-
-
-def _rescaled(inputs: Inputs, donor: int, drop: Sparse, rescale: str, factor: float = 1.0, rows: int = 1) -> Sparse:
-    """`drop` followed by a factor: 1 / density, or what gives the delta's tensor its L1 norm back."""
-    if rescale == "none":
         return drop
-    if rescale == "l1":
-        before = after = 0.0
-        for start, _, (delta,) in inputs.chunks([donor], rows=rows):
-            before += float(np.abs(delta).sum(dtype=np.float64))
-            after += float(np.abs(drop(start, delta)).sum(dtype=np.float64))
-        factor = before / after if before >= 1e-7 and after >= 1e-7 else 1.0
 
-    def scaled(start, delta):
-        delta = drop(start, delta)
-        delta *= delta.dtype.type(factor)
-        return delta
+    drops = [trim(*found) if found else None for found in _magnitude_cuts(inputs, counts)]
+    return _rescaled(inputs, drops, rescale)
 
-    return scaled
+
+def _magnitude_cuts(inputs: Inputs, counts: Sequence[Sequence[int]]) -> list[list[Cut]]:
+    """Per donor the cuts of its `counts[i]` entries of largest magnitude: all donors in one pass, as a rule."""
+    wanted = {i: sorted({c for c in several if c}) for i, several in enumerate(counts)}
+    which = [i for i, several in wanted.items() if several]
+    if not which:
+        return [[NOTHING] * len(several) for several in counts]
+    samples = [None] * len(which)
+    if inputs.size > _ALL_KEPT:
+        samples = [np.abs(delta, out=delta) for delta in inputs.sample(which)]
+    search = [Near(inputs.size, wanted[i], sample) for i, sample in zip(which, samples)]
+    for start, _, deltas in inputs.chunks(which):
+        for near, delta in zip(search, deltas):
+            near.feed(start, np.abs(delta, out=delta))
+    found: dict[tuple[int, int], Cut] = {}
+    for i, near in zip(which, search):
+
+        def scan(step, i=i):
+            for start, _, (delta,) in inputs.chunks([i], step=step):
+                yield start, np.abs(delta, out=delta)
+
+        for j, count in enumerate(wanted[i]):
+            found[i, count] = near.cut(j) or cuts(scan, inputs.size, [count])[0]
+    return [[found.get((i, count), NOTHING) for count in several] for i, several in enumerate(counts)]
+
+
+def _bernoulli(inputs: Inputs, density: Sequence[float], seed: int, rescale: str) -> list[Sparse]:
+    thresholds = [min(max(round(p * _STEPS), 1), _STEPS) for p in density]
+
+    def thin(i: int, threshold: int) -> Sparse:
+        uniforms = inputs.stream(i, seed)
+        return lambda start, delta: keep(delta, uniforms.sixteenths(start, len(delta)) < np.uint16(threshold))
+
+    drops = [thin(i, t) if t < _STEPS else None for i, t in enumerate(thresholds)]
+    return _rescaled(inputs, drops, rescale, [_STEPS / t for t in thresholds])
+
+
+def _magprune(inputs: Inputs, density, epsilon, seed: int, rescale: str) -> list[Sparse]:
+    row = row_length(inputs.shape)
+
+    def prune(i: int, p: float, e: float) -> Sparse:
+        uniforms = inputs.stream(i, seed)
+
+        def drop(start, delta):
+            size = np.abs(delta).reshape(-1, row)
+            ranks = np.empty(size.shape, np.float32)
+            order = np.argsort(size, axis=1, kind="stable")
+            np.put_along_axis(ranks, order, np.arange(row, dtype=np.float32)[None, :], axis=1)
+            ranks *= np.float32(2 * e / max(1, row - 1))
+            ranks += np.float32(p - e)
+            probability = ranks.reshape(-1)
+            kept = keep(delta, uniforms.at(start, len(delta)) < probability)
+            return kept / probability if rescale == "density" else kept
+
+        return drop
+
+    drops = [prune(i, p, e) if p < 1 else None for i, (p, e) in enumerate(zip(density, epsilon))]
+    return _rescaled(inputs, drops, "none" if rescale == "density" else rescale, rows=row)
+
+
+def _rescaled(
+    inputs: Inputs, drops: Sequence[Sparse | None], rescale: str, factors: Sequence[float] = (), rows: int = 1
+) -> list[Sparse]:
+    """Each drop followed by a factor: one given, or what gives the delta's tensor its L1 norm back. None keeps all."""
+    which = [i for i, drop in enumerate(drops) if drop is not None]
+    if rescale == "l1" and which:
+        before, after = np.zeros(len(drops)), np.zeros(len(drops))
+        for start, _, deltas in inputs.chunks(which, rows=rows):
+            for i, delta in zip(which, deltas):
+                size = np.abs(delta, out=delta)  # no drop looks at signs
+                before[i] += dot(size)
+                after[i] += dot(drops[i](start, size))
+        factors = [b / a if b >= 1e-7 and a >= 1e-7 else 1.0 for b, a in zip(before, after)]
+
+    def scaled(drop: Sparse, factor: float) -> Sparse:
+        def both(start, delta):
+            delta = drop(start, delta)
+            delta *= delta.dtype.type(factor)
+            return delta
+
+        return both
+
+    return [
+        _whole if drop is None else drop if rescale == "none" else scaled(drop, factors[i])
+        for i, drop in enumerate(drops)
+    ]
+
+
+def _whole(_: int, delta: np.ndarray) -> np.ndarray:
+    return delta
 
 
 def row_length(shape: tuple[int, ...]) -> int:

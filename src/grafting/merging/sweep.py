@@ -23,8 +23,11 @@ from grafting.sensitivity.masks import Mask, mask_report, sensitivity_of
 _CACHE_BYTES = 2 << 30
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
-#: (start, out): writes the update of the coordinates from `start` on into `out`, wide.
-Chunked = Callable[[int, np.ndarray], None]
+#: Elements computed at once when writing: what they take stays in cache. No bit depends on it.
+_PIECE = 1 << 15
+
+#: (start, theta_0, out): writes the update of the coordinates from `start` on into `out`; all wide.
+Chunked = Callable[[int, np.ndarray, np.ndarray], None]
 
 
 class Sweep:
@@ -36,8 +39,9 @@ class Sweep:
     These need no arithmetic, and are exact: scale 0 and a mask of fraction 1 give theta_0; scale 1 of a
     single unmasked term whose donor is the deployed model itself (by path or bytes) gives `trained`.
 
-    Combined updates, and theta_0, are kept for the next scale while they fit into `cache_bytes`; what does not
-    is formed tensor by tensor, so a merge of large models needs the memory of one tensor.
+    For the next scale the models themselves are kept where the update is one difference, else the combined
+    updates and theta_0, while they fit into `cache_bytes`; what does not is formed tensor by tensor, so a merge of
+    large models needs the memory of one tensor.
 
     model_path, trained, donors: model directories, `trained` and `donors` aligned; sensitivity:
     estimator -> payload folder. Raises UserError (naming tensor, shapes, file) for what does not fit.
@@ -73,7 +77,7 @@ class Sweep:
         self.sensitivity = dict(sensitivity or {})
         self._cache: OrderedDict[str, dict[str, np.ndarray]] = OrderedDict()
         self._cache_bytes = cache_bytes
-        self._base: dict[str, np.ndarray] = {}
+        self._raws: OrderedDict[Checkpoint, dict[str, np.ndarray]] = OrderedDict()
         self._maskings: dict[tuple, Masking] = {}
 
     @classmethod
@@ -197,12 +201,12 @@ class Sweep:
 
         def write(name: str, out: np.ndarray) -> None:
             form = self.model.tensors[name].form
-            theta, chunked, scale = self._theta(name), update(name), form.wide.type(recipe.scale)
-            first, second = (buffers.setdefault((i, form.wide), np.empty(CHUNK, form.wide)) for i in (0, 1))
-            for start in range(0, len(out), CHUNK):
-                raw, part = theta[start : start + CHUNK], out[start : start + CHUNK]
+            theta, chunked, scale = self._raw(self.model, name), update(name), form.wide.type(recipe.scale)
+            first, second = (buffers.setdefault((i, form.wide), np.empty(_PIECE, form.wide)) for i in (0, 1))
+            for start in range(0, len(out), _PIECE):
+                raw, part = theta[start : start + _PIECE], out[start : start + _PIECE]
                 wide, delta = widen(raw, form, first[: len(raw)]), second[: len(raw)]
-                chunked(start, delta)
+                chunked(start, wide, delta)
                 still = delta == 0 if has_negative_zero(raw, form) else None  # -0 + 0 would be +0
                 delta *= scale
                 delta += wide
@@ -250,25 +254,56 @@ class Sweep:
                 "that training run went wrong, repeat it (a smaller learning rate may help)"
             )
 
-    def _theta(self, name: str) -> np.ndarray:
-        """theta_0's raw numbers, kept while all of them fit into the cache."""
-        if name in self._base:
-            return self._base[name]
-        raw = self._read(self.model, name)
-        if sum(stored.nbytes for stored in self.model.tensors.values()) <= self._cache_bytes // 2:
-            self._base[name] = raw
+    def _raw(self, checkpoint: Checkpoint, name: str) -> np.ndarray:
+        """A tensor's raw numbers, flat; models are kept while they fit into the cache, theta_0 longest."""
+        kept = self._raws.get(checkpoint, {})
+        if name in kept:
+            return kept[name]
+        raw = self._read(checkpoint, name)
+        if _nbytes(checkpoint) <= self._cache_bytes // 2:
+            self._raws.setdefault(checkpoint, kept)[name] = raw
+            self._raws.move_to_end(checkpoint)
+            if self.model in self._raws:
+                self._raws.move_to_end(self.model)
+            while len(self._raws) > 2 and sum(map(_nbytes, self._raws)) > self._cache_bytes:
+                self._raws.popitem(last=False)
         return raw
 
     def _delta(self, term: int, name: str) -> np.ndarray:
         """trained - donor of one tensor, wide and flat."""
-        delta = self._wide(self.trained[term], name)
-        donor = self.donors[term]
-        raw, form = self._theta(name) if donor is self.model else self._read(donor, name), donor.tensors[name].form
-        buffer = np.empty(CHUNK, delta.dtype)
-        for start in range(0, len(delta), CHUNK):
-            part = delta[start : start + CHUNK]
-            part -= widen(raw[start : start + CHUNK], form, buffer[: len(part)])
-        return delta
+        whole = np.empty(self.model.tensors[name].size, self.model.tensors[name].form.wide)
+        for start, delta in self._differences(term, name, CHUNK):
+            whole[start : start + len(delta)] = delta
+        return whole
+
+    def _differences(self, term: int, name: str, length: int) -> Iterator[tuple[int, np.ndarray]]:
+        """(start, trained - donor) in pieces, wide, to be used before the next."""
+        difference = self._difference(term, name)
+        size, wide = self.model.tensors[name].size, self.model.tensors[name].form.wide
+        buffer = np.empty(min(length, size), wide)
+        for start in range(0, size, length):
+            out = buffer[: min(length, size - start)]
+            difference(start, None, out)
+            yield start, out
+
+    def _difference(self, term: int, name: str) -> Chunked:
+        """trained - donor of one tensor, from the models as they are stored."""
+        trained, donor = self.trained[term], self.donors[term]
+        (first, second), wide = (self._raw(m, name) for m in (trained, donor)), self.model.tensors[name].form.wide
+        forms, buffer = (trained.tensors[name].form, donor.tensors[name].form), np.empty(0, wide)
+
+        def chunked(start: int, theta: np.ndarray | None, out: np.ndarray) -> None:
+            nonlocal buffer
+            here = slice(start, start + len(out))
+            widen(first[here], forms[0], out)
+            if donor is self.model and theta is not None:
+                out -= theta
+                return
+            if len(buffer) < len(out):
+                buffer = np.empty(len(out), wide)
+            out -= widen(second[here], forms[1], buffer[: len(out)])
+
+        return chunked
 
     def _ranking(self, term: int, mask: Mask) -> tuple:
         """The key of the masking of one update, made on first use."""
@@ -277,9 +312,8 @@ class Sweep:
             shapes = {name: stored.shape for name, stored in self.model.tensors.items()}
 
             def deltas(name: str, step: int) -> Iterator[tuple[int, np.ndarray]]:
-                whole = self._unmasked(term, name)
-                for start in range(0, len(whole), 1 << 20):
-                    yield start, whole[start : start + (1 << 20) : step]
+                for start, delta in self._differences(term, name, CHUNK):
+                    yield start, delta[::step]
 
             self._maskings[key] = Masking(mask, shapes, deltas, sensitivity_of(mask, self.sensitivity))
         return key
@@ -302,8 +336,8 @@ class Sweep:
     def _update(self, recipe: Recipe) -> Callable[[str], Chunked]:
         """The combined update, chunk by chunk: from the cache, kept for the next scale, or formed per tensor."""
         mask = recipe.effective_mask
-        if mask is not None and mask.estimator == "diagonal" and recipe.operator == "graft" and recipe.is_bare:
-            return self._masked_graft(recipe.terms[0], mask)
+        if recipe.is_bare and (mask is None or mask.estimator == "diagonal"):
+            return self._one_difference(recipe.terms[0], mask)
         terms = sorted(recipe.terms, key=self._identity) if len(recipe.terms) > 1 else recipe.terms
         operator = find(recipe.operator)
         shared, each = recipe.resolved()
@@ -322,26 +356,18 @@ class Sweep:
 
         return self._kept(recipe.unscaled(), formed)
 
-    def _unmasked(self, term: int, name: str) -> np.ndarray:
-        """The delta of one tensor: that of the unmasked graft, which is kept when it fits."""
-        key = Recipe(scale=1.0, terms=(term,)).unscaled()
-        if key not in self._cache and not self._fits():
-            return self._delta(term, name)
-        if key not in self._cache:
-            self._keep(key, {n: self._delta(term, n) for n in self.model.names})
-        self._cache.move_to_end(key)
-        return self._cache[key][name]
-
-    def _masked_graft(self, term: int, mask: Mask) -> Callable[[str], Chunked]:
-        """One update masked by coordinates: from the unmasked one as it is written, so no copy is kept per fraction."""
+    def _one_difference(self, term: int, mask: Mask | None) -> Callable[[str], Chunked]:
+        """One update, masked by coordinates or not: formed as it is written, so that it is never held."""
+        if mask is None:
+            return lambda name: self._difference(term, name)
         masking = self._maskings[self._ranking(term, mask)]
         masking.prepare([mask.fraction])
 
         def of(name: str) -> Chunked:
-            whole = self._unmasked(term, name)
+            difference = self._difference(term, name)
 
-            def chunked(start: int, out: np.ndarray) -> None:
-                np.copyto(out, whole[start : start + len(out)])
+            def chunked(start: int, theta: np.ndarray, out: np.ndarray) -> None:
+                difference(start, theta, out)
                 masking.coordinates(name, start, out, mask.fraction)
 
             return chunked
@@ -357,7 +383,7 @@ class Sweep:
 
         def of(name: str) -> Chunked:
             whole = formed(name).reshape(-1) if kept is None else kept[name]
-            return lambda start, out: np.copyto(out, whole[start : start + len(out)])
+            return lambda start, _, out: np.copyto(out, whole[start : start + len(out)])
 
         return of
 
@@ -384,6 +410,10 @@ def as_array(tensor: Tensor, form: Format) -> np.ndarray:
     """The same memory as a flat array in the format's storage."""
     flat = tensor.detach().view(-1)
     return flat.view(torch.int16).numpy().view(np.uint16) if form.code == "BF16" else flat.numpy()
+
+
+def _nbytes(checkpoint: Checkpoint) -> int:
+    return sum(stored.nbytes for stored in checkpoint.tensors.values())
 
 
 def _bytes(tensors: Mapping[str, np.ndarray]) -> int:

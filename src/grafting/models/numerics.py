@@ -91,7 +91,8 @@ def narrow(wide: np.ndarray, form: Format, out: np.ndarray, spare: np.ndarray | 
     sums &= 1
     sums += 0x7FFF
     sums += bits
-    np.right_shift(sums, 16, out=out, casting="unsafe")
+    sums >>= 16
+    np.copyto(out, sums, casting="unsafe")  # with `out=` of another type the shift would be buffered
     return out
 
 

@@ -39,6 +39,84 @@ class Cut:
 NOTHING = Cut(np.inf, -1)
 
 
+class Near:
+    """Cuts found in a single pass: keeps the scores that lie near a threshold, counts those above.
+
+    size: of all scores; counts: how many largest are wanted, each at least 1; sample: [runs, length] of the scores,
+    from evenly over them, None if there are so few that all are kept. Where the threshold proves to lie
+    elsewhere, or too many scores are near it, `cut` gives None; what it gives is exact.
+    """
+
+    #: So many scores and their places are kept at most.
+    MOST = 1 << 21
+
+    def __init__(self, size: int, counts: Sequence[int], sample: np.ndarray | None):
+        self._size, self._counts, self._index = size, counts, np.dtype(np.uint32 if size < 1 << 32 else np.int64)
+        self._brackets = [(-1.0, np.inf) if sample is None else _between(sample, c / size) for c in counts]
+        self._above = [0] * len(counts)
+        self._kept: list[list[tuple[np.ndarray, np.ndarray]] | None] = [[] for _ in counts]
+        self._number = [0] * len(counts)
+
+    def feed(self, start: int, scores: np.ndarray) -> None:
+        """The scores from index `start` on; in order of index, all of them."""
+        for j, (low, high) in enumerate(self._brackets):
+            near, over = scores >= low, scores > high
+            self._above[j] += int(np.count_nonzero(over))
+            near ^= over
+            if self._kept[j] is None:
+                continue
+            places = np.flatnonzero(near)
+            self._number[j] += len(places)
+            self._kept[j].append(((places + start).astype(self._index), scores[places]))
+            if self._number[j] > self.MOST:
+                self._kept[j] = None
+
+    def cut(self, j: int) -> Cut | None:
+        """The cut of the `counts[j]` largest; among equal scores the first by index."""
+        left = self._counts[j] - self._above[j]
+        if self._kept[j] is None or not 0 < left <= self._number[j]:
+            return None
+        places, scores = (np.concatenate(parts) for parts in zip(*self._kept[j]))
+        value = kth_largest(scores, left)
+        equal = places[scores == value]
+        accepted = left - int(np.count_nonzero(scores > value))
+        return Cut(float(value), self._size if accepted == len(equal) else int(equal[accepted - 1]))
+
+
+def kth_largest(scores: np.ndarray, k: int) -> float:
+    """The k-th largest score, k from 1 on; no partition, which costs three times as much where many are equal."""
+    while len(scores) > 4096:
+        sample = np.sort(scores[:: len(scores) // 1024])
+        middle = int(len(sample) * (1 - k / len(scores)))
+        low, high = sample[max(0, middle - 64)], sample[min(len(sample) - 1, middle + 64)]
+        over = scores > high
+        above, upwards = int(np.count_nonzero(over)), int(np.count_nonzero(scores >= low))
+        if k <= above:
+            fewer = scores[over]
+        elif k > upwards:
+            fewer, k = scores[scores < low], k - upwards
+        elif low == high:
+            return low
+        else:
+            fewer, k = scores[(scores >= low) & ~over], k - above
+        if len(fewer) > len(scores) // 2:
+            scores = fewer
+            break
+        scores = fewer
+    return np.sort(scores)[len(scores) - k]
+
+
+def _between(sample: np.ndarray, share: float) -> tuple[float, float]:
+    """Scores between which the threshold of the largest `share` lies, six standard errors of the runs either way."""
+    ordered = np.sort(sample, axis=None)
+    n = len(ordered)
+    middle = ordered[min(n - 1, int(n * (1 - share)))]
+    shares = (sample > middle).mean(axis=1)
+    spread = 6 * float(shares.std(ddof=1)) / np.sqrt(len(shares)) + 6 * np.sqrt(share * (1 - share) / n) + 6 / n
+    low, high = int(n * (1 - share - spread)), int(n * (1 - share + spread)) + 1
+    return (float(ordered[low]) if low >= 0 else -1.0), (float(ordered[high]) if high < n else np.inf)
+
+
 def cuts(scan: Scan, size: int, counts: Sequence[int], held: int = HELD) -> list[Cut]:
     """The thresholds of the `counts[j]` largest of `size` scores; among equal scores the first by index.
 

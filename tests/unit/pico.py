@@ -12,8 +12,8 @@ CHATML = (
 )
 
 
-def write_model(folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
-    """A model directory: one layer, a token per byte, ChatML."""
+def write_model(folder: Path, seed: int = 0, dtype: str = "float32", words: tuple[str, ...] = ()) -> Path:
+    """A model directory: one layer, a token per byte, ChatML; `words` are tokens of their own."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -21,8 +21,8 @@ def write_model(folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
     from grafting.models import save_model
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    alphabet = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(alphabet)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -31,10 +31,11 @@ def write_model(folder: Path, seed: int = 0, dtype: str = "float32") -> Path:
         pad_token="<|endoftext|>",
         additional_special_tokens=special[1:2],
     )
+    tokenizer.add_tokens(list(words))
     tokenizer.chat_template = CHATML
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=8192, tie_word_embeddings=False, initializer_range=0.2,
         eos_token_id=2, pad_token_id=0, bos_token_id=None, dtype=dtype,
     )  # fmt: skip

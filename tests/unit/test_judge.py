@@ -169,3 +169,72 @@ def test_damaged_verdict_file(serve, tmp_path):
     judge._kept.clear()
     assert scorers.score(INFO, example(1), "it is 1") == (True, "correct")
     assert len(server.asked) == 1
+
+
+# ---- a model in this process --------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def saying(tmp_path_factory) -> dict[str, dict]:
+    """Judges that always say one thing: pico models whose output depends on the last token only."""
+    import torch
+    from pico import write_model
+
+    from grafting.models import load_model, load_tokenizer, save_model
+    from grafting.models.stage import directory_digest
+
+    found = {}
+    for said in ("CORRECT", "INCORRECT", "maybe"):
+        folder = write_model(tmp_path_factory.mktemp("judge") / "model", words=(said,))
+        model, tokenizer = load_model(folder), load_tokenizer(folder)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+            codes = model.model.embed_tokens.weight
+            model.lm_head.weight.zero_()
+            word, (newline,) = tokenizer.convert_tokens_to_ids(said), tokenizer.encode("\n", add_special_tokens=False)
+            for before, after in ((newline, word), (word, tokenizer.eos_token_id)):
+                model.lm_head.weight[after] = codes[before] / codes[before].norm()
+        save_model(model, tokenizer, folder)
+        found[said] = {"path": str(folder), "sha256": directory_digest(folder)}
+    return found
+
+
+def judged_by(monkeypatch, folder, local: dict) -> None:
+    monkeypatch.setenv(judge.FOLDER, str(folder))
+    monkeypatch.setattr(judge, "_kept", {})
+    settings = {"model": "m", "local": local, "endpoint": None, "prompt": PROMPT, "max_tokens": 8}
+    monkeypatch.setenv(judge.SETTINGS, json.dumps(settings))
+
+
+@pytest.mark.parametrize("said", ["CORRECT", "INCORRECT"])
+def test_a_local_model_judges_many_and_is_not_asked_twice(saying, monkeypatch, tmp_path, said):
+    from grafting.rollouts import judging
+
+    judged_by(monkeypatch, tmp_path, saying[said])
+    scorers.prepare(INFO, [(example(i), f"it is {i}") for i in range(10)])
+    (file,) = tmp_path.iterdir()
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["reply"] for line in lines] == [said] * 10
+    monkeypatch.setattr(judging, "generate", None)  # whoever generates again fails
+    right = said == "CORRECT"
+    assert scorers.score(INFO, example(1), "it is 1") == (right, "correct" if right else "wrong")
+
+
+def test_a_local_model_without_a_verdict_stops_the_run(saying, monkeypatch, tmp_path):
+    judged_by(monkeypatch, tmp_path, saying["maybe"])
+    with pytest.raises(UserError, match="neither CORRECT nor INCORRECT.*example 000000000001: 'maybe'"):
+        scorers.score(INFO, example(1), "it is 1")
+
+
+def test_a_local_model_that_is_not_the_pinned_one_is_refused(saying, monkeypatch, tmp_path):
+    judged_by(monkeypatch, tmp_path, {**saying["CORRECT"], "sha256": "0" * 64})
+    with pytest.raises(UserError, match="judge.local.*expected 0000"):
+        scorers.score(INFO, example(1), "it is 1")
+
+
+def test_what_pins_a_local_judge_enters_keys_and_where_it_lies_does_not(saying):
+    here = {"model": "m", "prompt": PROMPT, "max_tokens": 8, "endpoint": None, "local": saying["CORRECT"]}
+    moved = {**here, "local": {**saying["CORRECT"], "path": "/elsewhere"}}
+    other = {**here, "local": saying["maybe"]}
+    assert judge.deciding(here) == judge.deciding(moved) != judge.deciding(other)
+    assert "local" not in judge.deciding({**here, "local": None, "endpoint": "http://x"})

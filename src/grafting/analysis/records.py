@@ -85,9 +85,15 @@ def environments(records: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any
     return sorted(found.values(), key=lambda part: -part["jobs"])
 
 
-def files(sidecar: Mapping[str, Any]) -> Iterable[tuple[str, str, int]]:
-    """(name, sha256, bytes) of a payload's files and of the outside files it was made from."""
+def files(sidecar: Mapping[str, Any]) -> Iterable[tuple[str, str, int | None]]:
+    """(name, sha256, bytes) of a payload's files and of the outside files it was made from.
+
+    A file on the Hub is pinned by its repository's revision: that stands in place of the hash, and bytes is None.
+    """
     for name, about in (sidecar.get("payload") or {}).items():
         yield name, about["sha256"], about["bytes"]
     for entry in (sidecar.get("spec") or {}).get("files", []):
-        yield f"source: {entry['name']}", entry["sha256"], entry.get("bytes", 0)
+        if "hub" in entry:
+            yield f"source: {entry['path']} of {entry['hub']}, revision", entry["revision"], None
+        else:
+            yield f"source: {entry['name']}", entry["sha256"], entry.get("bytes", 0)

@@ -43,13 +43,15 @@ class DataSource(Section):
 
 
 class Judge(Section):
-    """A language model that compares responses with references, behind an OpenAI-compatible endpoint.
+    """A language model that compares responses with references, behind an OpenAI-compatible endpoint or in the job.
 
-    model, prompt and max_tokens decide its verdicts and enter keys; where and how it is reached does not.
+    model, prompt, max_tokens and what pins a local model decide its verdicts and enter keys; where and how it is
+    reached does not.
     """
 
     model: str | None
-    endpoint: str
+    endpoint: str | None = None
+    local: Source | None = None
     prompt: str | None
     max_tokens: Positive = 16
     api_key_variable: str | None = None
@@ -57,6 +59,14 @@ class Judge(Section):
     attempts: Positive = 5
     pause_seconds: Decay = 1.0
     parallel: Positive = 8
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Judge:
+        if (self.endpoint is None) == (self.local is None):
+            raise ValueError("give exactly one of endpoint (a server) and local (a model that runs in the job)")
+        if self.local is not None and self.local.gguf_package is not None:
+            raise ValueError("local: give a model directory {path, sha256} or {hub, revision}")
+        return self
 
     @model_validator(mode="after")
     def _prompt_has_places(self) -> Judge:

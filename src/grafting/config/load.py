@@ -216,6 +216,8 @@ def unknown_settings(config: Config) -> list[str]:
         found += [f"data_sources.{name}.{key}" for key in ("hub", "revision") if getattr(source, key) is None]
     if config.judge is not None:
         found += [f"judge.{key}" for key in ("model", "prompt") if getattr(config.judge, key) is None]
+        if (local := config.judge.local) is not None and local.hub is not None and local.revision is None:
+            found.append(f"judge.local.revision (of {local.hub})")
     if config.prior.kind == "harness":
         for name, task in suite_of(config.prior.suite, config.prior.model_dump()["harness"]).items():
             missing = [key for key in ("num_fewshot", "chat_template", "metric") if task[key] is None]

@@ -16,7 +16,7 @@ LOCAL = {
     "own_tasks": True,
     "saving": True,
     "tracking": True,
-    "judge": {"endpoint", "api_key_variable", "timeout_seconds", "attempts", "pause_seconds", "parallel"},
+    "judge": {"endpoint", "local", "api_key_variable", "timeout_seconds", "attempts", "pause_seconds", "parallel"},
     "lineage": {"deployed": {"path"}, "donors": {"__all__": {"path"}}},
 }
 

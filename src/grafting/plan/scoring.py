@@ -31,5 +31,7 @@ def scoring(study: Learning, tasks: Iterable[str], stage: str) -> tuple[dict, tu
     modules = {module for name in names if (module := module_of(name)) is not None}
     if stage == "evaluate" and study.config.prior.kind == "harness":
         modules.add("grafting.evaluation.harness")
+    if "judge" in names and study.config.judge.local is not None:
+        modules.add("grafting.rollouts.judging")
     judged = {"judge": deciding(study.config.judge.model_dump())} if "judge" in names else {}
     return judged, (stage, *sorted(modules))

@@ -115,7 +115,8 @@ def _origin(side: dict) -> Iterator[str]:
         options = ", ".join(f"{k} {v}" for k, v in sorted(spec.items()) if k not in ("builder", "files"))
         yield f"built by {spec['builder']}: {options}"
     for entry in spec.get("files", []):
-        yield f"file {entry['name']}  sha256 {entry['sha256']}"
+        pinned = f"{entry['hub']}@{entry['revision']}" if "hub" in entry else f"sha256 {entry['sha256']}"
+        yield f"file {entry['name']}  {pinned}"
     if "source" in spec:
         yield "source " + ", ".join(f"{k} {v}" for k, v in sorted(spec["source"].items()))
 

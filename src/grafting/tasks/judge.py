@@ -1,9 +1,9 @@
-"""A language model as judge, asked over an OpenAI-compatible endpoint; its verdicts are kept by content.
+"""A language model as judge, over an OpenAI-compatible endpoint or in this process; verdicts are kept by content.
 
 What is asked decides a verdict's hash: this file's version, the judge's name, prompt and answer length, and question,
 reference and response. Verdicts lie in verdicts/<hash of the judge>.jsonl, which a study commits: a rerun asks
 nothing again, and a judge that answers differently tomorrow changes nothing that was judged today.
-The endpoint's place is in no hash.
+The endpoint's place is in no hash; a local judge's revision or hash is.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 
 from grafting.errors import UserError
@@ -24,6 +25,9 @@ SETTINGS = "GRAFTING_JUDGE"
 FOLDER = "GRAFTING_VERDICTS"
 #: Settings that decide a verdict; the others say where and how the judge is reached.
 DECIDING = ("model", "prompt", "max_tokens")
+#: Generates a local judge's replies. Resolved by name: only studies with such a judge hang on that code (see
+#: `grafting.plan.scoring`), and this room knows of no model.
+LOCAL = "rollouts.judging"
 WORD = re.compile(r"\b(INCORRECT|CORRECT)\b")
 
 _kept: dict[Path, dict[str, str]] = {}
@@ -31,7 +35,10 @@ _kept: dict[Path, dict[str, str]] = {}
 
 def deciding(settings: dict) -> dict:
     """The part of the settings that enters keys and hashes."""
-    return {name: settings[name] for name in DECIDING}
+    found, local = {name: settings[name] for name in DECIDING}, settings.get("local")
+    if local is None:
+        return found
+    return {**found, "local": {key: local[key] for key in ("sha256", "hub", "revision") if local.get(key)}}
 
 
 def ask(text: str, example: dict, options: dict) -> tuple[bool, str]:
@@ -41,7 +48,7 @@ def ask(text: str, example: dict, options: dict) -> tuple[bool, str]:
     settings = _settings()
     verdict = _verdicts(settings).get(_hash(settings, text, example))
     if verdict is None:
-        verdict = _ask_and_keep(settings, text, example)
+        verdict = _ask_here(settings, [(text, example)])[0] if _is_local(settings) else _ask(settings, text, example)
     return verdict == "CORRECT", "correct" if verdict == "CORRECT" else "wrong"
 
 
@@ -51,8 +58,11 @@ def ask_all(answers: list[tuple[dict, str]], options: dict) -> None:
     kept = _verdicts(settings)
     new = {_hash(settings, text, example): (text, example) for example, text in answers if text.strip()}
     open_ones = [pair for key, pair in new.items() if key not in kept]
+    if _is_local(settings):
+        _ask_here(settings, open_ones)
+        return
     with ThreadPoolExecutor(max_workers=settings.get("parallel", 8)) as pool:
-        futures = [pool.submit(_ask_and_keep, settings, text, example) for text, example in open_ones]
+        futures = [pool.submit(_ask, settings, text, example) for text, example in open_ones]
         try:
             for future in futures:
                 future.result()
@@ -100,8 +110,37 @@ def _verdicts(settings: dict) -> dict[str, str]:
     return _kept[path]
 
 
-def _ask_and_keep(settings: dict, text: str, example: dict) -> str:
+def _is_local(settings: dict) -> bool:
+    return settings.get("local") is not None
+
+
+def _ask(settings: dict, text: str, example: dict) -> str:
     reply, verdict = _verdict(settings, _prompt(settings, text, example), str(example.get("id")))
+    return _keep(settings, text, example, reply, verdict)
+
+
+def _ask_here(settings: dict, pairs: list[tuple[str, dict]]) -> list[str]:
+    """Verdicts of a model in this process. It is asked greedily, so asking again would change nothing."""
+    judging = import_module(f"grafting.{LOCAL}")
+    prompts = [_prompt(settings, text, example) for text, example in pairs]
+    found, silent = [], ""
+    for (text, example), reply in zip(
+        pairs, judging.replies(prompts, settings["local"], settings["max_tokens"]), strict=True
+    ):
+        words = set(WORD.findall(reply))
+        if len(words) == 1:
+            found.append(_keep(settings, text, example, reply, words.pop()))
+        else:
+            silent = silent or f"example {example.get('id')}: {reply[:80]!r}"
+    if silent:
+        raise UserError(
+            f"the judge {settings['model']} says neither CORRECT nor INCORRECT, or both, on {silent}; take another "
+            f"model or prompt: the other verdicts are kept in {_file(settings)}"
+        )
+    return found
+
+
+def _keep(settings: dict, text: str, example: dict, reply: str, verdict: str) -> str:
     key, path = _hash(settings, text, example), _file(settings)
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps({"hash": key, "verdict": verdict, "reply": reply[-500:]}, ensure_ascii=True) + "\n"

@@ -59,8 +59,8 @@ def module_of(scorer: str) -> str | None:
 def prepare(info: dict, answers: list[tuple[dict, str]]) -> None:
     """Tell a slow scorer which (example, text) pairs come, so that it can work on several at once."""
     if info.get("scorer") == "judge":
-        from grafting.tasks import judge
-
+        # by name, as the other scorers: a change in it leaves studies without a judge as they are
+        judge = import_module(f"grafting.tasks.{RESOLVED['judge'].partition(':')[0]}")
         options = info.get("scorer_options") or {}
         thinking = options.get("thinking")
         seen = [(e, without_thinking(text, thinking) if thinking else text) for e, text in answers]

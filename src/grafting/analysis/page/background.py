@@ -132,7 +132,10 @@ def _record(job_id: str, sidecar: Mapping[str, Any], records: Mapping[str, Any])
     took = sidecar.get("cost") or {}
     if took:
         lines.append(("cost", f"{took.get('cpu_seconds', 0):.1f} CPU s, {si(took.get('flops', 0))} FLOPs"))
-    hashes = [f"{escape(n)} {code(sha[:16])} ({size} bytes)" for n, sha, size in behind.files(sidecar)]
+    hashes = [
+        f"{escape(name)} {code(sha[:16])}" + ("" if size is None else f" ({size} bytes)")
+        for name, sha, size in behind.files(sidecar)
+    ]
     if hashes:
         shown = hashes[:12] + ([f"and {len(hashes) - 12} more in the record"] if len(hashes) > 12 else [])
         lines.append(("files, sha256", "<br>".join(shown)))

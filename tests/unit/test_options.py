@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from grafting.evaluation import options
 from grafting.evaluation.samples import add_pass_at_k, pass_at_k
+from grafting.models import lean
 from grafting.rollouts.sampling import choose
 
 SHAPE = {
@@ -17,9 +18,13 @@ SHAPE = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "sliding"])
+@pytest.fixture(scope="module", params=["llama", "lean", "qwen2", "sliding"])
 def model(request):
     torch.manual_seed(0)
+    if request.param == "lean":  # a vocabulary from which on our own pass is taken
+        model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "vocab_size": lean.SMALL + 8}, attn_implementation="sdpa"))
+        assert lean.applies(model.eval())
+        return model
     if request.param == "llama":
         return LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="sdpa")).eval()
     window = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import DynamicCache
 
+from grafting.models import lean
 from grafting.models.forward import check_head
 
 # A shared beginning shorter than this is not worth a cache of its own.
@@ -140,6 +141,8 @@ def attends_fully(model) -> bool:
 
 def _prefix(model, ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of the shared beginning, per layer [1, heads, length, width]."""
+    if lean.applies(model):
+        return lean.beginning(model, list(ids))
     device = next(model.parameters()).device
     cache = DynamicCache(config=model.config)
     model.base_model(input_ids=torch.tensor([list(ids)], device=device), cache=cache, use_cache=True)
@@ -147,7 +150,6 @@ def _prefix(model, ids: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]
 
 
 def _score(model, packs: Sequence[Packed], shared: int, prefix, pad_id: int) -> list[list[tuple[float, bool]]]:
-    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
     rests = [len(p.ids) - shared for p in packs]
     width = max(rests)
     ids = torch.full((len(packs), width), pad_id, dtype=torch.long)
@@ -155,28 +157,20 @@ def _score(model, packs: Sequence[Packed], shared: int, prefix, pad_id: int) -> 
     for row, p in enumerate(packs):
         ids[row, : rests[row]] = torch.tensor(p.ids[shared:])
         positions[row, : rests[row]] = torch.tensor(p.positions[shared:])
-    call = {"input_ids": ids.to(device), "position_ids": positions.to(device)}
-    branched = any(owner > -1 for p in packs for owner in p.owner)
-    if prefix is not None or branched:
-        mask = torch.stack([_visible(p, shared, width) for p in packs])[:, None]
-        blocked = torch.finfo(dtype).min
-        call["attention_mask"] = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, blocked).to(device)
-    if prefix is not None:
-        cache = DynamicCache(config=model.config)
-        for number, (keys, values) in enumerate(prefix):
-            size = (len(packs), -1, -1, -1)
-            cache.update(keys.expand(size), values.expand(size), number)
-        call |= {"cache": cache, "use_cache": True}
-    else:
-        call["use_cache"] = False
-    hidden = model.base_model(**call).last_hidden_state
     rows, places = [], []
     for row, p in enumerate(packs):
         for place in sorted({w for wanted in p.wanted for w in wanted}):
             rows.append(row)
             places.append(place - shared)
+    branched = any(owner > -1 for p in packs for owner in p.owner)
+    mask = torch.stack([_visible(p, shared, width) for p in packs])[:, None] if prefix is not None or branched else None
     head = model.get_output_embeddings()
-    logits = head(hidden[rows, places].to(head.weight.dtype)).float()
+    if lean.applies(model):
+        flat = torch.tensor(rows) * width + torch.tensor(places)
+        states = lean.branched_states(model, ids, positions, mask, flat, prefix)
+    else:
+        states = _states(model, ids, positions, mask, prefix)[rows, places]
+    logits = head(states.to(head.weight.dtype)).float()
     total = torch.logsumexp(logits, -1)
     best = logits.argmax(-1)
     at = {(row, place + shared): i for i, (row, place) in enumerate(zip(rows, places, strict=True))}
@@ -190,6 +184,21 @@ def _score(model, packs: Sequence[Packed], shared: int, prefix, pad_id: int) -> 
             scored.append((value, bool((best[lines] == tokens).all())))
         results.append(scored)
     return results
+
+
+def _states(model, ids, positions, mask, prefix) -> torch.Tensor:
+    """Hidden states [B, T, d] by the model's own forward pass; see `lean.branched_states`."""
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    call = {"input_ids": ids.to(device), "position_ids": positions.to(device), "use_cache": prefix is not None}
+    if mask is not None:
+        blocked = torch.finfo(dtype).min
+        call["attention_mask"] = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, blocked).to(device)
+    if prefix is not None:
+        call["cache"] = cache = DynamicCache(config=model.config)
+        for number, (keys, values) in enumerate(prefix):
+            size = (len(ids), -1, -1, -1)
+            cache.update(keys.expand(size), values.expand(size), number)
+    return model.base_model(**call).last_hidden_state
 
 
 def _visible(p: Packed, shared: int, width: int) -> torch.Tensor:

@@ -57,6 +57,34 @@ def hidden_states(model, input_ids: torch.Tensor, wanted: torch.Tensor) -> torch
     return _layers(model.model, input_ids, positions, None, rows, lambda number, k, v: (k, v))
 
 
+def beginning(model, ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values [1, H_kv, T, D] of the tokens per layer."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep(number, k, v):
+        found.append((k, v))
+        return k, v
+
+    _layers(model.model, torch.tensor([ids]), torch.arange(len(ids))[None], None, _last(torch.tensor([ids])), keep)
+    return found
+
+
+def branched_states(model, input_ids, positions, seen, rows, before) -> torch.Tensor:
+    """Normed hidden states [n, d] at n rows of the flattened batch input_ids [B, T], at `positions` [B, T].
+
+    before: what `beginning` gave of P tokens that stand before every row of the batch, or None. seen [B, 1, T, P + T]
+    bool: which tokens see which; None: causal.
+    """
+
+    def behind(number, k, v):
+        if before is None:
+            return k, v
+        earlier, values = (part.expand(k.shape[0], -1, -1, -1) for part in before[number])
+        return torch.cat([earlier, k], 2), torch.cat([values, v], 2)
+
+    return _layers(model.model, input_ids, positions, seen, rows, behind)
+
+
 @dataclass(frozen=True)
 class Prompts:
     """The pass over a batch of prompts, padded on the left, with its gradient: what their continuations need of it.

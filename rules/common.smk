@@ -16,7 +16,9 @@ STORE = Store()
 PLAN = str(
     write_plan(STUDY.jobs, Path("work/plans"), {**STUDY.config.saving.model_dump(), "tracking": STUDY.config.tracking})
 )
-MADE = {i for i in STUDY.jobs if STORE.sentinel(i).exists()}
+# asked for many times per job
+SENTINELS = {i: str(STORE.sentinel(i)) for i in STUDY.jobs}
+MADE = {i for i, path in SENTINELS.items() if os.path.exists(path)}
 NEEDS = telling_needs(STUDY.jobs, MADE)
 
 
@@ -26,7 +28,7 @@ wildcard_constraints:
 
 def sentinel(job_id):
     """Path of a job's sentinel."""
-    return str(STORE.sentinel(job_id))
+    return SENTINELS[job_id]
 
 
 def sentinels(*stages):

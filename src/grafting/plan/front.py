@@ -24,6 +24,8 @@ from grafting.tasks.sources import check_sources, read_sources
 CONFIG = "config.yaml"
 #: Outside files up to this size in all are hashed before the first job; larger ones by the job that reads them.
 HASHED_AT_ONCE = 64 << 20
+#: New objects after which Python looks for garbage.
+MANY_OBJECTS = 100_000
 EXPORTED = (
     "report.html", "summary.md", "evaluations.csv", "claims.json", "config.resolved.yaml", "figures/frontier.svg"
 )  # fmt: skip
@@ -93,7 +95,9 @@ def load_study(*overlays: dict, folder: Path = Path("."), preview: bool = False)
             path.unlink()
     elif marker.exists() and not all((folder / "results" / name).exists() for name in EXPORTED):
         marker.unlink()  # somebody removed an exported file: let the report export again
-    gc.freeze()  # a large plan would be searched for garbage again and again, and none of it is
+    # a large plan, and Snakemake's graph after it, would be searched for garbage again and again, and none of it is
+    gc.freeze()
+    gc.set_threshold(MANY_OBJECTS)
     return study
 
 

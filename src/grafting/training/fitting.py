@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from grafting.errors import UserError
-from grafting.models.lean import SMALL
 
 
 def check_vocabulary(model, tokenizer, where: str) -> None:
@@ -59,19 +56,6 @@ def _add_lora(model, options: dict) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     inject_adapter_in_model(config, model)
-
-
-def give_back_memory(model) -> None:
-    """After a step of a large model on the CPU: freed memory goes back to the system.
-
-    glibc keeps what lies between pieces that are still in use, half a gigabyte for a model of 135 million parameters,
-    and the next step's peak would come on top of it.
-    """
-    if next(model.parameters()).device.type != "cpu" or model.config.get_text_config().vocab_size <= SMALL:
-        return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
-    if trim is not None:
-        trim(0)
 
 
 def finish(model, spec: dict) -> None:

@@ -26,7 +26,6 @@ from grafting.models import count_parameters
 from grafting.provenance.saving import NOT_YET, STOP
 from grafting.rollouts.counting import Counter
 from grafting.training import parallel, state
-from grafting.training.fitting import give_back_memory
 from grafting.training.schedule import learning_rate
 
 
@@ -134,7 +133,6 @@ def _train(model, batches, objective, settings: Settings, job, label: str, after
             optimiser.step()
             optimiser.zero_grad()
             objective.after_step(model)
-            give_back_memory(model)
         record = {"step": step + 1, "loss": loss, "lr": rate, "grad_norm": norm}
         records.append(record | objective.report(lambda sums: _sum(accelerator, sums)))
         if accelerator.is_main_process:

@@ -89,6 +89,15 @@ def test_a_verifier_that_accepts_nothing(start, data, tmp_path):
         collect(tmp_path / "out", start, data)
 
 
+def test_a_verifier_that_raises_is_no_rejection(start, data, tmp_path, monkeypatch):
+    def broken(text, example, options):
+        raise ZeroDivisionError("nothing to divide")
+
+    monkeypatch.setitem(scorers.ANSWERS, "tokens", broken)
+    with pytest.raises(UserError, match=r"the scorer 'tokens' failed on sample 0 of example [0-9a-f]{12}"):
+        collect(tmp_path / "out", start, data)
+
+
 def test_privileged_traces(start, data, tmp_path, lenient, stopping):
     _, rows, rates = collect(tmp_path / "out", start, data, with_demonstration=True, rationalise=False)
     assert all(row["shown"] for row in rows) and "acceptance_plain" not in rates

@@ -25,10 +25,11 @@ from grafting.rollouts.runtime import device
 from grafting.rollouts.scoring import Response, respond
 from grafting.rollouts.stage import write_responses
 from grafting.tasks import load_examples, load_info
+from grafting.tasks.scorers import FAILED
 
 
 def run(job) -> None:
-    """Sample, verify, keep. UserError if the verifier accepts nothing at all."""
+    """Sample, verify, keep. UserError if the verifier fails, or accepts nothing at all."""
     spec, folder = job.spec, job.input("data")
     info, examples = load_info(folder), load_examples(folder, "train")
     model, tokenizer = load_model(job.input("model")).to(device()), load_tokenizer(job.input("model"))
@@ -56,6 +57,11 @@ def run(job) -> None:
                     finished=job.saving.part(f"{'shown' if shown else 'plain'} {first + sample}"),
                 )
             for response in responses:
+                if response.reason == FAILED:  # not a rejection: nothing is known of the response
+                    raise UserError(
+                        f"{job.id}: the scorer {info['scorer']!r} failed on sample {first + sample} of example "
+                        f"{response.id}, its own message stands above in the log; mend the scorer and run again"
+                    )
                 kept = accepted.setdefault(response.id, [])
                 # a truncated response would teach never to stop
                 fine = response.correct and response.finish == "stop" and bool(response.text.strip())

@@ -127,13 +127,23 @@ def test_report_writes_every_file(study):
     _, job = study
     files = {path.relative_to(job.results).as_posix() for path in job.results.rglob("*") if path.is_file()}
     assert files == {
-        "accuracies.csv", "accuracies.parquet", "claims.json", "config.resolved.yaml", "deltas.csv", "evaluations.csv",
-        "evaluations.parquet", "metrics.json", "report-abc.json", "report.html", "selections.csv", "sequence.csv",
-        "summary.md", *(f"figures/{name}.{suffix}" for name in FIGURES for suffix in ("svg", "pdf")),
+        "accuracies.csv", "accuracies.parquet", "answers.csv", "claims.json", "config.resolved.yaml", "deltas.csv",
+        "evaluations.csv", "evaluations.parquet", "metrics.json", "report-abc.json", "report.html", "selections.csv",
+        "sequence.csv", "summary.md", *(f"figures/{name}.{suffix}" for name in FIGURES for suffix in ("svg", "pdf")),
         *(f"plots/{name}.csv" for name in ("curves", "sequence", "test", "training", "updates")),
         *(f"tables/{name}.tex" for name in (
             "claims", "parallel_own", "sequence", "sequential_own", "single_expert", "single_own")),
     }  # fmt: skip
+
+
+def test_answers_are_counted_by_how_they_ended(study):
+    _, job = study
+    answers = pd.read_csv(job.results / "answers.csv")
+    whole = pd.read_csv(job.results / "evaluations.csv").drop_duplicates(["point", "split", "task"])
+    ended = answers[answers["kind"] == "finish"].groupby(["point", "split", "task"])["answers"].sum()
+    wanted = whole[whole["family"] != "frontier"].set_index(["point", "split", "task"])["n"]
+    assert len(ended) and ended.sort_index().to_dict() == wanted[wanted.index.isin(ended.index)].sort_index().to_dict()
+    assert set(whole["split"]) == set(answers["split"])
 
 
 def test_parquet_holds_what_csv_holds(study):

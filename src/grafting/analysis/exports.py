@@ -23,7 +23,7 @@ from grafting.analysis.units import si
 
 
 def write_tables(study: Study, updates: pd.DataFrame, folder: Path) -> None:
-    """evaluations and accuracies as CSV and Parquet, selections, deltas and sequence as CSV."""
+    """evaluations and accuracies as CSV and Parquet, answers, selections, deltas and sequence as CSV."""
     evaluations = table(study)
     accuracies = pd.DataFrame(
         list(rows.accuracy_rows(study)),
@@ -33,6 +33,7 @@ def write_tables(study: Study, updates: pd.DataFrame, folder: Path) -> None:
     for name, frame in (("evaluations", evaluations), ("accuracies", accuracies)):
         _csv(frame, folder / f"{name}.csv")
         frame.to_parquet(folder / f"{name}.parquet", index=False)
+    _csv(answers(study), folder / "answers.csv")
     _csv(selection_table(study), folder / "selections.csv")
     _csv(updates, folder / "deltas.csv")
     stages = [
@@ -44,6 +45,23 @@ def write_tables(study: Study, updates: pd.DataFrame, folder: Path) -> None:
     ]  # fmt: skip
     _csv(pd.DataFrame(stages, columns=["style", "method", "model_seed", "stage", "task", "accuracy"]),
          folder / "sequence.csv")  # fmt: skip
+
+
+def answers(study: Study) -> pd.DataFrame:
+    """Why answers were right or wrong, and how they ended: one row per evaluated point, task, kind and name, counted.
+
+    kind: `reason` (the scorer's) or `finish` (of the generation).
+    """
+    columns = ["point", "split", "suite", "task", "n", "kind", "name", "answers"]
+    points = {(p.key, p.split): p for p in [*study.points, *(p for s in study.selected for p in s.points)]}
+    found = [
+        (point.key, point.split, score["suite"], score["task"], score["n"], kind, name, count)
+        for point in points.values()
+        for score in point.scores
+        for kind, key in (("reason", "reasons"), ("finish", "finish"))
+        for name, count in score.get(key, {}).items()
+    ]
+    return pd.DataFrame(found, columns=columns)
 
 
 def write_plots(study: Study, training: Mapping[str, pd.DataFrame], updates: pd.DataFrame, folder: Path) -> None:

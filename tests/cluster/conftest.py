@@ -126,7 +126,7 @@ lineage:
 saving: {steps: 200}
 """
 #: Steps of the shortest of such jobs, and about its seconds of training on an idle core.
-STEPS, SHORT = 1200, 17
+STEPS, SHORT = 900, 13
 #: The plugin looks at the queue after this many seconds, and then after ever longer ones, ten more each time.
 POLL = ("--slurm-init-seconds-before-status-checks", "1")
 

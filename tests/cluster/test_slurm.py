@@ -196,7 +196,7 @@ def test_job_of_a_dead_node_goes_to_another(cluster, reference, long):
 
 
 def test_killed_snakemake_leaves_work_that_the_next_one_takes(cluster, reference, long):
-    run = long(seconds=30)
+    run = long(seconds=24)
     number = run.running(cluster, run.saved)
     run.process.kill()
     run.process.wait()
@@ -207,7 +207,7 @@ def test_killed_snakemake_leaves_work_that_the_next_one_takes(cluster, reference
     run.start()
     side = run.finish()
     assert f"left to finish: {number}" in run.folder.said
-    assert side["payload"] == reference(30).payload
+    assert side["payload"] == reference(24).payload
     # made by the job that was running, not by a second one
     assert datetime.fromisoformat(side["started"]).timestamp() < restarted
     done = run.folder.slurm("long.yaml", "--", str(run.sentinel.relative_to(run.folder.root)))
@@ -217,7 +217,7 @@ def test_killed_snakemake_leaves_work_that_the_next_one_takes(cluster, reference
 
 
 def test_second_run_in_one_folder_is_told_who_runs_and_watch_shows_how_far(cluster, reference, long):
-    run = long(seconds=30)
+    run = long(seconds=24)
     number = run.running(cluster, lambda: re.search(r"\d/\d+ steps", run.log()))
     started = time.monotonic()
     second = run.folder.slurm("long.yaml", "--", str(run.sentinel.relative_to(run.folder.root)), check=False)

@@ -67,7 +67,7 @@ class Study(Folder):
     """A study folder with ways to run it through SLURM."""
 
     def slurm(
-        self, *arguments: str, check: bool = True, seconds: int = 600, **environment: str
+        self, *arguments: str, check: bool = True, seconds: int = 1500, **environment: str
     ) -> subprocess.CompletedProcess:
         # an interrupted Snakemake cancels its jobs
         limit = ("timeout", "--signal=INT", "--kill-after=60", str(seconds))

@@ -139,7 +139,7 @@ class Long:
 
         return until(there, seconds, "the job runs")
 
-    def finish(self, seconds: float = 600) -> dict:
+    def finish(self, seconds: float = 900) -> dict:
         assert self.process.wait(seconds) == 0, self.folder.said
         return json.loads(self.sentinel.read_text())
 
@@ -156,7 +156,7 @@ def test_time_limit_saves_the_job_is_sent_again_and_ends_with_the_same_bytes(clu
     run = long("--set-resources", "models:runtime=1", "models:mem_mb=2000", "--default-resources", warning,
                "--retries", "20", seconds=45)  # fmt: skip
     started = time.monotonic()
-    side = run.finish(900)
+    side = run.finish(1500)
     assert side["payload"] == reference(45).payload
     ids = re.findall(r"SLURM jobid (\d+)", run.folder.said)
     assert len(ids) >= 2

@@ -155,7 +155,7 @@ def test_what_has_an_effect_is_seen(one, other):
     assert dumped(one) != dumped(other)
 
 
-CACHED = (code.module_facts, code.imports, code.closure, code.data_files, code.files_read, code.own_digest)
+CACHED = (code._file, code.module_facts, code.imports, code.closure, code.data_files, code.files_read, code.own_digest)
 
 
 @pytest.fixture
@@ -257,6 +257,7 @@ def test_modules_are_imported_by_computed_names_only_where_the_plan_names_them()
         "grafting.tasks",  # its literal _LAZY is read
         "grafting.tasks.stage",  # builders: Study._builder
         "grafting.tasks.scorers",  # plan.scoring
+        "grafting.tasks.judge",  # the judge that runs in the job: plan.scoring
         "grafting.rollouts.stage",  # kinds: Learning._collecting
         "grafting.training.objectives",  # Learning.train
     }

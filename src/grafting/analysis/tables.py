@@ -257,8 +257,8 @@ def limits(study: Study, claims: Mapping[str, Any]) -> list[str]:
     )
     notes.append(f"Intervals: {COVERAGE} Two methods that tie give `inconclusive`.")
     notes.append(
-        "Frontier claims are measured on validation data, on points that were not chosen by the items they are "
-        "compared on; test data exist for selected candidates only."
+        "Frontiers are compared on as many points as the method with fewer candidates has; what more points of the "
+        "other would add is not tested."
     )
     if claims["untested"]:
         notes.append(

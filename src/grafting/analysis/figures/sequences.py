@@ -127,6 +127,7 @@ def draw_matrix(study: Study) -> Any | None:
         axis.axvline(len(tasks) - 0.5, color="white", linewidth=2)
         axis.grid(visible=False)
         axis.set_title(name.replace(" = ", " =\n"), fontsize=9)
+        axis.set_xlabel("tested on", fontsize=8)
     for axis in axes[len(families) :]:
         axis.set_visible(False)
     figure.colorbar(image, ax=axes, label="test accuracy (%)", shrink=0.8)

@@ -16,7 +16,7 @@ from grafting.analysis.statistics import Estimate
 BLACK, ORANGE, SKY, GREEN, BLUE, RED, PURPLE, GREY = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#8A8A8A"
 )  # fmt: skip
-PRETRAINING_DONORS = ((ORANGE, (0, (1, 1))), (GREEN, (0, (3, 1, 1, 1))), (SKY, (0, (5, 1, 1, 1, 1, 1))))
+PRETRAINING_DONORS = ((ORANGE, (0, (1, 1)), "P"), (GREEN, (0, (3, 1, 1, 1)), "X"), (SKY, (0, (5, 1, 1, 1, 1, 1)), "*"))
 OWN_DONORS = (DEPLOYED, "last", None)  # the update is learned on the model it is added to
 RC = {
     "svg.hashsalt": "grafting", "svg.fonttype": "path", "pdf.fonttype": 42, "font.family": "DejaVu Sans",
@@ -37,7 +37,7 @@ METHODS: dict[str, tuple[str, str, Any, int, str]] = {
     "graft_masked": ("*", BLUE, "-.", 9, "graft, Fisher mask"),
     "graft_random": ("x", GREY, ":", 7, "graft, random mask (control)"),
     "graft_unscaled": ("1", BLUE, ":", 9, "graft, λ = 1"),
-    "graft_regraft": ("h", BLUE, "--", 8, "graft, merged after every task"),
+    "graft_regraft": ("X", BLUE, "--", 8, "graft, merged after every task"),
     "graft_sum": ("p", BLUE, ":", 8, "graft, sum of updates from one donor"),
     "dft": ("<", GREEN, "-", 7, "DFT"),
     "reinvoke": (">", GREEN, "--", 7, "Re-Invoke"),
@@ -49,7 +49,7 @@ METHODS: dict[str, tuple[str, str, Any, int, str]] = {
     "gated_sft": ("<", GREY, ":", 7, "gated SFT"),
 }
 #: light to dark: an ordered quantity such as lambda
-RAMP = ("#9ECAE1", "#6BAED6", "#4292C6", "#2171B5", "#08519C", "#08306B")
+RAMP = ("#6BAED6", "#4292C6", "#2F7EBB", "#2171B5", "#08519C", "#08306B")
 RAMP_MARKERS = "vs^DoP"
 _OTHERS = (("<", GREEN), (">", ORANGE), ("8", BLACK), ("H", GREEN), ("D", ORANGE))
 
@@ -118,5 +118,5 @@ def donor_style(study: Study, donor: str) -> dict[str, Any]:
     if donor == "base":
         return {"color": BLUE, "linestyle": "-", "marker": "o"}
     donors = [d for d in reversed(donor_order(study)) if d not in ("base", DEPLOYED)]
-    colour, line = PRETRAINING_DONORS[(donors.index(donor) if donor in donors else 0) % len(PRETRAINING_DONORS)]
-    return {"color": colour, "linestyle": line, "marker": "p"}
+    colour, line, marker = PRETRAINING_DONORS[(donors.index(donor) if donor in donors else 0) % len(PRETRAINING_DONORS)]
+    return {"color": colour, "linestyle": line, "marker": marker}

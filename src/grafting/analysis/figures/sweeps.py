@@ -44,11 +44,11 @@ def draw_scales(study: Study) -> Any | None:
             for row, values in enumerate((new, prior)):
                 (line,) = axes[row][column].plot(scales, [100 * v for v in values], **look)
                 handles.setdefault(curve.name, line)
-        axes[0][column].set_title(f"{protocol}, {style}")
+        axes[0][column].set_title(f"{protocol}, {style} demonstrations", fontsize=9)
         axes[1][column].set_xlabel("scale λ")
         for row, (_, label) in enumerate(SUITES):
-            axes[row][column].set_ylabel(label)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+            axes[row][column].set_ylabel(f"{label}, validation")
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
     return figure
 
 
@@ -138,7 +138,7 @@ def draw_masks(study: Study) -> Any | None:
             axis = axes[row][column]
             for place, scale in enumerate(scales):
                 colour, marker = ramp(place, len(scales))
-                shift = 0.12 * (place - (len(scales) - 1) / 2)
+                shift = min(0.3, 0.7 / len(scales)) * (place - (len(scales) - 1) / 2)
                 for i, mask in enumerate(order):
                     value = measured(study, _like(points, donor=donor, scale=scale, mask=mask), suite)
                     if value is None:
@@ -179,7 +179,8 @@ def _mask_title(mask: str) -> str:
         return "no mask"
     estimator, rank, fraction, per_tensor = _mask_parts(mask)
     share = f"{100 * fraction:g} %" + (" per tensor" if per_tensor else "")
-    return f"{ {'kfac': 'K-FAC'}.get(estimator, estimator) } {rank.replace('_delta2', '·Δ²')} {share}"
+    ranking = rank.replace("fisher", "Fisher").replace("_delta2", "·Δ²")
+    return f"{ {'kfac': 'K-FAC'}.get(estimator, estimator) } {ranking} {share}"
 
 
 def _round_numbers(low: float, high: float, most: int = 4) -> list[float]:
@@ -236,7 +237,7 @@ def draw_cost(study: Study) -> Any | None:
             axes[row][column].xaxis.set_major_formatter(FuncFormatter(lambda x, _: si(x)))
             axes[row][column].xaxis.set_minor_formatter(NullFormatter())
             axes[row][column].set_ylabel(label)
-        axes[0][column].set_title(f"{protocol}, {style}")
+        axes[0][column].set_title(f"{protocol}, {style} demonstrations", fontsize=9)
         axes[1][column].set_xlabel("training FLOPs per checkpoint")
     if not drawn:
         return None

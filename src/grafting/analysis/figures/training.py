@@ -9,7 +9,7 @@ import pandas as pd
 
 from grafting.analysis.cells import cells, deployed_estimate, observations, overall_model, runs, task_names
 from grafting.analysis.collect import Study
-from grafting.analysis.figures.style import GREY, METHODS, PURPLE, donor_style, method_style, new_figure
+from grafting.analysis.figures.style import GREY, METHODS, PURPLE, donor_order, donor_style, method_style, new_figure
 from grafting.analysis.figures.sweeps import main_points
 from grafting.analysis.statistics import estimate
 
@@ -83,7 +83,9 @@ def draw_training(study: Study, curves: Mapping[str, pd.DataFrame]) -> Any | Non
                 axis.set_ylabel(MEASURES[measure], fontsize=8)
             if row == len(measures) - 1:
                 axis.set_xlabel("step")
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)),
+    order = [f"SFT from {donor}" for donor in donor_order(study)]
+    names = sorted(handles, key=lambda name: order.index(name) if name in order else len(order))
+    figure.legend([handles[n] for n in names], names, loc="outside lower center", ncols=min(5, len(names)),
                   title="mean over seeds; band: their range; losses of different learners differ in kind")  # fmt: skip
     return figure
 
@@ -124,7 +126,7 @@ def draw_reference(study: Study, tables: Mapping[str, pd.DataFrame]) -> Any | No
         axis.margins(0.15)
     for axis in axes[len(panels) + 1 :]:
         axis.set_visible(False)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5,
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=max(1, len(handles)),
                   title="grey panels: others' numbers, other models and tasks; context, not targets")  # fmt: skip
     return figure
 

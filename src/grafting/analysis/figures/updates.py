@@ -64,7 +64,7 @@ def draw_updates(study: Study, table: pd.DataFrame) -> Any | None:
         axis.set_xticks(range(len(names)), names, fontsize=7 if len(names) > 8 else 8)
     for axis in axes[1]:
         axis.set_xlabel("layer")
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4,
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(5, len(handles)),
                   title="mean over seeds and tasks; band: their range; dashed: unrelated directions")  # fmt: skip
     return figure
 

@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from grafting.analysis import rows, tables
 from grafting.analysis.cells import overall_model
 from grafting.analysis.claims import CLAIM, EQUAL_COST, FRONTIER, counts
@@ -131,7 +133,39 @@ def results(study: Study, records: Mapping[str, Any]) -> str:
         f'<p class="note">{note}</p>{live("t-results", "Results", header, body, numeric)}'
         '<h3>All candidates, validation data</h3><p class="note">Accuracies in per cent; score is what was '
         "maximised.</p>"
-        f"{live('t-candidates', 'Candidates', names, listed, {'score', 'new', 'prior'})}{_gate(study)}"
+        f"{live('t-candidates', 'Candidates', names, listed, {'score', 'new', 'prior'})}"
+        f"{_frontiers(study, records)}{_gate(study)}"
+    )
+
+
+def _frontiers(study: Study, records: Mapping[str, Any]) -> str:
+    """The points that frontier claims compare."""
+    several = _several(study)
+    header = ["protocol", "style", "task", *(["model"] if several else []), "method", "within the cost of", "place",
+              "candidate", "new task, %", "prior, %", "seeds", "records"]  # fmt: skip
+    body = []
+    for f in study.frontiers:
+        place = [f.labels["protocol"], f.labels["style"], f.labels["task"]]
+        place += [str(f.labels["model_seed"])] if several else []
+        for (method, measure, other), names in f.methods.items():
+            limit = "" if measure is None else f"{_title(other)} ({measure})"
+            for number, name in enumerate(names, 1):
+                points = list(f.points[name].values())
+                means = [np.mean([p.accuracy(suite) for p in points]) for suite in ("new", "prior")]
+                body.append(
+                    [*place, _title(method), limit, (str(number), number), name, *map(percent, means),
+                     str(len(points)), _links(list(dict.fromkeys(p.record for p in points)), records)]
+                )  # fmt: skip
+    if not body:
+        return ""
+    note = (
+        "The points that dominate most on validation data, fixed before test data were read; here their accuracy on "
+        "test data, mean over seeds. A comparison uses as many places as the smaller side has."
+    )
+    numeric = {"place", "new task, %", "prior, %"}
+    return (
+        f'<h3>Points of the frontiers, test data</h3><p class="note">{note}</p>'
+        f"{live('t-frontiers', 'Points of the frontiers', header, body, numeric)}"
     )
 
 

@@ -6,6 +6,7 @@ printing. The bytes are a function of the data: no date, fixed ids.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,10 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+#: Digits behind the second after the point, of numbers from 1 on: the scale of a glyph is smaller and must stay.
+MORE_DIGITS = re.compile(r"(\b[1-9]\d*\.\d\d)\d+")
+
+
 def save(figure: Any, folder: Path, name: str) -> list[Path]:
     """Writes name.svg and name.pdf."""
     written = []
@@ -93,6 +98,9 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
     ):
         written.append(folder / f"{name}.{suffix}")
         figure.savefig(written[-1], metadata=metadata)
+    # a hundredth of a point is finer than any screen or printer; the page holds all figures
+    drawn = written[0].read_text(encoding="utf-8")
+    written[0].write_text(MORE_DIGITS.sub(r"\1", drawn), encoding="utf-8")
     return written
 
 

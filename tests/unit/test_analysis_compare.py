@@ -16,6 +16,7 @@ from grafting.analysis import exports
 from grafting.analysis.claims import make_claims
 from grafting.analysis.collect import collect
 from grafting.analysis.compare import Results, compare
+from grafting.analysis.report import deltas
 from grafting.cli import main
 from grafting.errors import UserError
 from grafting.plan.code import PROJECT
@@ -48,7 +49,7 @@ def studies(tmp_path_factory):
                 if (selected.labels["family"], selected.labels["task"]) == ("graft", "wug"):
                     for point in selected.points:
                         point.answers["prior"].values[::2] = 0
-        exports.write_tables(study, results)
+        exports.write_tables(study, deltas(job), results)
         (results / "claims.json").write_text(json.dumps(make_claims(study)))
         (results / "config.resolved.yaml").write_text(yaml.safe_dump(settings))
     code = root / "after" / "provenance"

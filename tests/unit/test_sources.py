@@ -62,7 +62,7 @@ def test_altered_data_of_the_right_size_stop_before_the_first_job(lock, tmp_path
     (model / "config.json").write_text("{}")
     root = tmp_path / "data"
     entries = {}
-    for source, content in (("sciknoweval", b"questions"), ("mmlu", b"archive")):
+    for source, content in (("sciknoweval", b"questions"), ("toolalpaca", b"calls"), ("mmlu", b"archive")):
         (root / source).mkdir(parents=True)
         (root / source / "file").write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -51,13 +52,13 @@ class Point:
         found: dict[str, dict[Key, float]] = {suite: {} for suite in suites.values()}
         path = self.folder / f"{self.key}.jsonl.gz"
         try:
-            with gzip.open(path, "rt", encoding="utf-8") as lines:
-                for line in lines:
-                    row = json.loads(line)
-                    found[suites[row["task"]]][row["task"], row["id"]] = float(row["correct"])
+            # all lines at once: twice as fast, and a study has thousands of such files
+            lines = gzip.decompress(path.read_bytes()).decode("utf-8").rstrip("\n").replace("\n", ",")
+            for row in json.loads(f"[{lines}]"):
+                found[suites[row["task"]]][row["task"], row["id"]] = float(row["correct"])
         except FileNotFoundError:
             raise _absent(path) from None
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{_shown(path)}: damaged predictions ({error}); {MEND}") from None
         result = {}
         for suite, values in found.items():

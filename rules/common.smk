@@ -19,7 +19,9 @@ PLAN = str(
 # asked for many times per job
 SENTINELS = {i: str(STORE.sentinel(i)) for i in STUDY.jobs}
 MADE = {i for i, path in SENTINELS.items() if os.path.exists(path)}
-NEEDS = telling_needs(STUDY.jobs, MADE)
+# a run that is told to do things again needs every edge between what is done
+FORCED = any(word.startswith(("-R", "-f", "-F", "--force")) for word in sys.argv)
+NEEDS = {i: job.needs() for i, job in STUDY.jobs.items()} if FORCED else telling_needs(STUDY.jobs, MADE)
 
 
 wildcard_constraints:

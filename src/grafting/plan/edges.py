@@ -16,12 +16,13 @@ def telling_needs(jobs: Mapping[str, Job], done: Collection[str]) -> dict[str, l
 
     jobs: in an order in which they could run. done: ids of the jobs whose records exist.
     A need N of a job is left out if another need M of it makes sure of it: either M is still to be made, and N is
-    among what must be there for that; or N is done, and M comes after it. If M is done and N is lost, the edge
-    stays: nothing else would make N again. Every job is still behind each of its needs, so whatever is made again
-    is followed by the same jobs as before.
+    among what must be there for that; or M comes after N, and N is settled: done, with all that it needs. Snakemake
+    runs a job again when a need of it was lost and is made anew, and takes its record away meanwhile, so whatever is
+    done but not settled keeps its edges. Nothing is settled for a run that is told to do things again.
     """
     bit = {job_id: 1 << n for n, job_id in enumerate(jobs)}
     finished = sum(bit[job_id] for job_id in done if job_id in bit)
+    settled = 0
     behind: dict[str, int] = {}  # all jobs that come before a job
     ensured: dict[str, int] = {}  # what is there once the job has been made in this run; nothing if it is done
     found: dict[str, list[str]] = {}
@@ -34,6 +35,8 @@ def telling_needs(jobs: Mapping[str, Job], done: Collection[str]) -> dict[str, l
             brought |= ensured[need]
         behind[job_id] = own | before
         ensured[job_id] = 0 if bit[job_id] & finished else own | brought
-        follows = brought | (before & finished)
+        if bit[job_id] & finished and own & finished == own:
+            settled |= bit[job_id]
+        follows = brought | (before & settled)
         found[job_id] = [need for need in needs if not bit[need] & follows]
     return found

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import dvc_data.hashfile.status as dvc_status
 import pytest
 import yaml
 from artefacts import git, made, snapshot, under_dvc
@@ -296,6 +297,50 @@ def test_only_the_payload_that_is_read_comes_from_the_remote(store, tmp_path):
     assert not (store.root / "store" / other).exists()
     with Cache(store.root) as cache:
         assert [cache.has([store.read(i)["payload"]["file.txt"]["md5"]]) for i in (wanted, other)] == [True, False]
+
+
+def test_what_another_job_fetched_meanwhile_stays_whole(store, tmp_path, monkeypatch):
+    """DVC asks what is lacking, then fetches; a file that came in between is a name of a payload's file."""
+    job_id = made(store, "a")
+    add_payloads(store)
+    pushed(store, tmp_path / "remote")
+    about = store.read(job_id)["payload"]["file.txt"]
+    with Cache(store.root) as cache:
+        place, aside = cache.path(about["md5"]), tmp_path / "aside"
+        os.link(place, aside)
+        place.unlink()
+        inode = aside.stat().st_ino
+        ask = dvc_status.compare_status
+
+        def late(*arguments, **named):
+            lacking = ask(*arguments, **named)
+            os.link(aside, place)
+            return lacking
+
+        monkeypatch.setattr(dvc_status, "compare_status", late)
+        assert cache.pull([about["md5"]]) is None
+        assert cache.holds(about["md5"])
+    assert aside.stat().st_ino == inode and hashing.describe_file(aside) == about
+    assert not (place.parents[2] / "fetching" / "files").exists()
+
+
+def test_two_that_fetch_at_once_fetch_once(store, tmp_path):
+    job_ids = [made(store, name) for name in "abcdef"]
+    add_payloads(store)
+    pushed(store, tmp_path / "remote")
+    before = snapshot(store.root, "store")
+    script = "import sys; from grafting.provenance.store import Store; Store('.').payloads(sys.argv[1:])"
+    for _ in range(3):
+        for job_id in job_ids:
+            store.remove(job_id)
+        shutil.rmtree(store.root / ".dvc" / "cache")
+        both = [
+            subprocess.Popen([sys.executable, "-c", script, *ids], cwd=store.root, stderr=subprocess.PIPE, text=True)
+            for ids in (job_ids, job_ids[::-1], job_ids)
+        ]
+        assert [process.communicate()[1].count("altered") for process in both] == [0, 0, 0]
+        assert [process.returncode for process in both] == [0, 0, 0]
+        assert snapshot(store.root, "store") == before
 
 
 def test_an_altered_cache_file_is_replaced_from_the_remote(store, tmp_path):

@@ -10,12 +10,14 @@ This module imports DVC (a second), so nothing that runs while Snakemake reads i
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
+import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from dvc.config import NoRemoteError
 from dvc.lock import LockError
 from dvc.repo import Repo
 from dvc.scm import SCMError
+from dvc_data.hashfile.db import get_index
+from dvc_data.hashfile.db.local import LocalHashFileDB
 from dvc_data.hashfile.hash_info import HashInfo
 from dvc_objects.fs import localfs
 from dvc_objects.fs.generic import test_links, transfer
@@ -98,17 +102,46 @@ class Cache:
             ) from None
 
     def pull(self, md5s: Iterable[str]) -> str | None:
-        """Bring files from the remote into the cache; returns why that did not succeed, None if it did."""
-        wanted = {md5 for md5 in md5s if not self.path(md5).is_file()}
-        if not wanted:
+        """Bring files from the remote into the cache; returns why that did not succeed, None if it did.
+
+        Jobs that lack the same files wait for the first. The files come into a folder of their own and from there
+        into the cache by rename: DVC, let loose on the cache, tries to clone each file and for that cuts a file that
+        came there meanwhile to nothing, together with the payloads that it is linked to.
+        """
+        missing = {md5 for md5 in md5s if not self.path(md5).is_file()}
+        if not missing:
             return None
         try:
-            self.repo.cloud.pull({HashInfo("md5", md5) for md5 in wanted})
+            with self._writing() as aside:
+                wanted = {md5 for md5 in missing if not self.path(md5).is_file()}
+                remote = self.repo.cloud.get_remote_odb()
+                fetched = LocalHashFileDB(localfs, str(aside))
+                ids = {HashInfo("md5", md5) for md5 in wanted}
+                self.repo.cloud.transfer(remote, fetched, ids, verify=remote.verify, src_index=get_index(remote))
+                for md5 in wanted:
+                    if (file := Path(fetched.oid_to_path(md5))).is_file():
+                        self.path(md5).parent.mkdir(parents=True, exist_ok=True)
+                        file.chmod(0o444)
+                        os.replace(file, self.path(md5))
         except NoRemoteError:
             return "not in DVC's cache, and no DVC remote is configured (`dvc remote add -d NAME URL`)"
         except Exception as error:
             return f"the DVC remote {self.remote()!r} failed ({type(error).__name__}: {error})"
-        return None if self.has(wanted) else f"neither in DVC's cache nor in the DVC remote {self.remote()!r}"
+        return None if self.has(missing) else f"neither in DVC's cache nor in the DVC remote {self.remote()!r}"
+
+    @contextmanager
+    def _writing(self) -> Iterator[Path]:
+        """Hold the one who writes into this cache; gives the name of a folder on its file system, not there yet."""
+        place = Path(self.objects.path).parent / "fetching"
+        place.mkdir(parents=True, exist_ok=True)
+        with (place / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            aside = place / "files"
+            shutil.rmtree(aside, ignore_errors=True)  # of one who was killed
+            try:
+                yield aside
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
 
     def drop(self, md5: str) -> None:
         """Remove one object from the cache, e.g. one whose content is not what its name says."""
@@ -203,7 +236,8 @@ class Cache:
             folder = self.root.resolve() / "store" / stage / name
             paths = [str(folder / path) for path in files]
             md5s = [about["md5"] for about in files.values()]
-            self.objects.add(paths, localfs, md5s, hardlink=links[0] == "hardlink")
+            with self._writing():
+                self.objects.add(paths, localfs, md5s, hardlink=links[0] == "hardlink")
             for path, md5 in zip(paths, md5s, strict=True):
                 if not self._linked(path, md5, links[0]):
                     self.place(md5, Path(path), links)

@@ -36,9 +36,10 @@ def run(folder: Path, *arguments: str) -> float:
 
 
 def payloads(folder: Path) -> dict[str, dict]:
-    """Sentinel -> hashes of its payload."""
-    found = {path.name: json.loads(path.read_text()) for path in (folder / "provenance").rglob("*.json")}
-    return {name: side["payload"] for name, side in found.items() if "payload" in side}
+    """`<stage>/<key>` -> hashes of the payload's files. Of two jobs with one key the first makes it and the other
+    becomes a link; which one that is, and so under which name it lies, is the order of a run."""
+    found = {path: json.loads(path.read_text()) for path in (folder / "provenance").rglob("*.json")}
+    return {f"{path.parent.name}/{path.stem[-12:]}": side["payload"] for path, side in found.items() if "payload" in side}
 
 
 def main() -> int:

@@ -39,7 +39,8 @@ def payloads(folder: Path) -> dict[str, dict]:
     """`<stage>/<key>` -> hashes of the payload's files. Of two jobs with one key the first makes it and the other
     becomes a link; which one that is, and so under which name it lies, is the order of a run."""
     found = {path: json.loads(path.read_text()) for path in (folder / "provenance").rglob("*.json")}
-    return {f"{path.parent.name}/{path.stem[-12:]}": side["payload"] for path, side in found.items() if "payload" in side}
+    made = {path: side["payload"] for path, side in found.items() if "payload" in side}
+    return {f"{path.parent.name}/{path.stem[-12:]}": payload for path, payload in made.items()}
 
 
 def main() -> int:

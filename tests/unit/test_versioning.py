@@ -324,7 +324,7 @@ def test_what_another_job_fetched_meanwhile_stays_whole(store, tmp_path, monkeyp
     assert not (place.parents[2] / "fetching" / "files").exists()
 
 
-def test_two_that_fetch_at_once_fetch_once(store, tmp_path):
+def test_jobs_that_fetch_the_same_at_once_all_get_it_whole(store, tmp_path):
     job_ids = [made(store, name) for name in "abcdef"]
     add_payloads(store)
     pushed(store, tmp_path / "remote")
@@ -334,12 +334,12 @@ def test_two_that_fetch_at_once_fetch_once(store, tmp_path):
         for job_id in job_ids:
             store.remove(job_id)
         shutil.rmtree(store.root / ".dvc" / "cache")
-        both = [
+        jobs = [
             subprocess.Popen([sys.executable, "-c", script, *ids], cwd=store.root, stderr=subprocess.PIPE, text=True)
             for ids in (job_ids, job_ids[::-1], job_ids)
         ]
-        assert [process.communicate()[1].count("altered") for process in both] == [0, 0, 0]
-        assert [process.returncode for process in both] == [0, 0, 0]
+        assert [process.communicate()[1].count("altered") for process in jobs] == [0, 0, 0]
+        assert [process.returncode for process in jobs] == [0, 0, 0]
         assert snapshot(store.root, "store") == before
 
 

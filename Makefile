@@ -41,7 +41,7 @@ test: setup
 
 # without root, or not on Debian, it says so and skips
 test-cluster: setup
-	@GRAFTING_TEST_CLUSTER=1 $(BIN)/python -m pytest tests/cluster -x -s -p no:cacheprovider; status=$$?; \
+	@GRAFTING_TEST_CLUSTER=1 $(BIN)/python -m pytest tests/cluster --maxfail 3 -s -p no:cacheprovider; status=$$?; \
 	  bash tests/cluster/cluster.sh stop 2>/dev/null; exit $$status
 
 # the report itself needs no browser; without one its browser test is skipped and says so

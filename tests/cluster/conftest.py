@@ -122,9 +122,10 @@ def study(root: Path) -> Study:
 #: One job that takes a while: the pretraining of the smoke model, with more steps. It saves itself often.
 LONG = """
 lineage:
-  pretrain: {steps: %d, checkpoints: 2}
+  pretrain: {steps: %d, checkpoints: %d}
 saving: {steps: 200}
 """
+CHECKPOINTS = 2
 #: Steps of the shortest of such jobs, and about its seconds of training on an idle core.
 STEPS, SHORT = 900, 13
 #: The plugin looks at the queue after this many seconds, and then after ever longer ones, ten more each time.
@@ -135,7 +136,7 @@ def long_study(root: Path, steps: int) -> tuple[Study, str]:
     """A folder whose pretraining takes a while, and the id of that job."""
     folder = study(root)
     with (folder.root / "long.yaml").open("w") as file:
-        file.write(LONG % steps)
+        file.write(LONG % (steps, CHECKPOINTS))
     jobs = folder.run(
         sys.executable, "-m", "grafting.cli", "plan", "--jobs", "--configfile", "presets/smoke.yaml", "long.yaml"
     ).stdout
@@ -178,7 +179,8 @@ def reference(tmp_path_factory):
             steps = STEPS
             if seconds != SHORT:
                 short = of().sidecar
-                steps = round(seconds * STEPS / sum(short["cost"]["phases"].values()))
+                rounds = seconds * STEPS / sum(short["cost"]["phases"].values()) / CHECKPOINTS
+                steps = CHECKPOINTS * round(rounds)  # the configuration refuses what is not a multiple
             made[seconds] = Reference(tmp_path_factory.mktemp(f"reference{seconds}"), steps)
         return made[seconds]
 

@@ -18,7 +18,7 @@ from grafting.merging.mergefile import MergeFile
 from grafting.merging.mergekit import METHODS, from_mergekit
 from grafting.merging.planning import plan
 from grafting.merging.registry import OPERATORS, table
-from grafting.models.numerics import BY_NAME, FORMATS, is_finite, narrow, widen
+from grafting.models.numerics import BY_NAME, FORMATS, is_finite, largest_magnitude, narrow, widen
 from grafting.models.safefiles import ShardFile
 from grafting.sensitivity.selection import Near
 
@@ -239,6 +239,7 @@ def test_formats_round_as_torch_does(values):
         out = narrow(single.copy(), BY_NAME[name], np.empty(len(single), BY_NAME[name].storage))
         assert np.array_equal(out.view(np.int16), bits(expected).numpy())
         assert is_finite(out, BY_NAME[name]) == bool(torch.isfinite(expected).all())
+        assert largest_magnitude(out, BY_NAME[name]) == float(expected.float().abs().max())
         wide = widen(out, BY_NAME[name], np.empty(len(out), np.float32))
         assert np.array_equal(wide.view(np.int32), expected.float().view(torch.int32).numpy())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from grafting.merging.arrays import CHUNK, Arrays, apply
 from grafting.merging.planning import require_fitting
 from grafting.merging.recipe import Recipe
 from grafting.merging.registry import build, find, rows_of
-from grafting.models.numerics import Format, has_negative_zero, is_finite, narrow, widen
+from grafting.models.numerics import Format, has_negative_zero, is_finite, largest_magnitude, narrow, widen
 from grafting.models.safefiles import Checkpoint
 from grafting.sensitivity.masking import Masking
 from grafting.sensitivity.masks import Mask, mask_report, sensitivity_of
@@ -30,6 +31,14 @@ _PIECE = 1 << 15
 Chunked = Callable[[int, np.ndarray, np.ndarray], None]
 
 
+class _Raw(NamedTuple):
+    """A tensor's numbers, flat, in its storage dtype; their largest magnitude; whether a -0 is among them."""
+
+    values: np.ndarray
+    magnitude: float
+    negative_zero: bool
+
+
 class Sweep:
     """theta = theta_0 + scale * operator_i(mask(trained_i - donor_i)) for any number of recipes.
 
@@ -39,9 +48,9 @@ class Sweep:
     These need no arithmetic, and are exact: scale 0 and a mask of fraction 1 give theta_0; scale 1 of a
     single unmasked term whose donor is the deployed model itself (by path or bytes) gives `trained`.
 
-    For the next scale the models themselves are kept where the update is one difference, else the combined
-    updates and theta_0, while they fit into `cache_bytes`; what does not is formed tensor by tensor, so a merge of
-    large models needs the memory of one tensor.
+    The models are mapped into memory, and never copied. For the next scale combined updates are kept while they fit
+    into `cache_bytes`; what does not, and what is one difference, is formed anew, so a merge of large models needs
+    the memory of one tensor.
 
     model_path, trained, donors: model directories, `trained` and `donors` aligned; sensitivity:
     estimator -> payload folder. Raises UserError (naming tensor, shapes, file) for what does not fit.
@@ -77,7 +86,7 @@ class Sweep:
         self.sensitivity = dict(sensitivity or {})
         self._cache: OrderedDict[str, dict[str, np.ndarray]] = OrderedDict()
         self._cache_bytes = cache_bytes
-        self._raws: OrderedDict[Checkpoint, dict[str, np.ndarray]] = OrderedDict()
+        self._raws: dict[tuple[Checkpoint, str], _Raw] = {}
         self._maskings: dict[tuple, Masking] = {}
 
     @classmethod
@@ -201,19 +210,20 @@ class Sweep:
 
         def write(name: str, out: np.ndarray) -> None:
             form = self.model.tensors[name].form
-            theta, chunked, scale = self._raw(self.model, name), update(name), form.wide.type(recipe.scale)
+            (theta, _, zeros), safe = self._looked(self.model, name), self._cannot_overflow(recipe, name)
+            chunked, scale = update(name), form.wide.type(recipe.scale)
             first, second = (buffers.setdefault((i, form.wide), np.empty(_PIECE, form.wide)) for i in (0, 1))
             for start in range(0, len(out), _PIECE):
                 raw, part = theta[start : start + _PIECE], out[start : start + _PIECE]
                 wide, delta = widen(raw, form, first[: len(raw)]), second[: len(raw)]
                 chunked(start, wide, delta)
-                still = delta == 0 if has_negative_zero(raw, form) else None  # -0 + 0 would be +0
+                still = delta == 0 if zeros and has_negative_zero(raw, form) else None  # -0 + 0 would be +0
                 delta *= scale
                 delta += wide
                 if still is not None:
                     np.copyto(delta, wide, where=still)
                 narrow(delta, form, part)
-                if not is_finite(part, form):
+                if not safe and not is_finite(part, form):
                     raise UserError(
                         f"tensor {name} overflows {_DTYPES[form.code]} at scale {recipe.scale}: use a smaller one"
                     )
@@ -223,51 +233,42 @@ class Sweep:
     def _copy(self, checkpoint: Checkpoint, name: str, out: np.ndarray) -> None:
         form = self.model.tensors[name].form
         if checkpoint.tensors[name].form is form:
-            np.copyto(out, self._read(checkpoint, name))
+            np.copyto(out, self._raw(checkpoint, name))
         else:
             narrow(self._wide(checkpoint, name), form, out)
 
-    def _read(self, checkpoint: Checkpoint, name: str) -> np.ndarray:
-        """A tensor's raw numbers, flat. UserError naming it when it holds NaN or infinity."""
-        raw = checkpoint.read(name).reshape(-1)
-        self._require_finite(checkpoint, name, raw)
-        return raw
-
     def _wide(self, checkpoint: Checkpoint, name: str) -> np.ndarray:
-        """A tensor widened, flat; read in pieces, so that no raw copy of it is needed beside."""
-        stored = checkpoint.tensors[name]
-        wide, piece = (
-            np.empty(stored.size, self.model.tensors[name].form.wide),
-            np.empty(4 * CHUNK, stored.form.storage),
-        )
-        for start in range(0, stored.size, len(piece)):
-            raw = piece[: min(len(piece), stored.size - start)]
-            checkpoint.read_into(name, start, raw)
-            self._require_finite(checkpoint, name, raw)
-            widen(raw, stored.form, wide[start : start + len(raw)])
-        return wide
+        """A tensor widened, flat."""
+        raw, form = self._raw(checkpoint, name), checkpoint.tensors[name].form
+        return widen(raw, form, np.empty(raw.size, self.model.tensors[name].form.wide))
 
-    def _require_finite(self, checkpoint: Checkpoint, name: str, raw: np.ndarray) -> None:
-        if not is_finite(raw, checkpoint.tensors[name].form):
-            raise UserError(
-                f"{checkpoint.path}: tensor {name} holds NaN or infinity; "
-                "that training run went wrong, repeat it (a smaller learning rate may help)"
-            )
+    def _looked(self, checkpoint: Checkpoint, name: str) -> _Raw:
+        """A tensor as it lies in its file, looked through once. UserError naming it when it holds NaN or infinity."""
+        if (found := self._raws.get((checkpoint, name))) is None:
+            raw, form = checkpoint.mapped(name), checkpoint.tensors[name].form
+            found = _Raw(raw, largest_magnitude(raw, form), has_negative_zero(raw, form))
+            if found.magnitude == float("inf"):
+                raise UserError(
+                    f"{checkpoint.path}: tensor {name} holds NaN or infinity; "
+                    "that training run went wrong, repeat it (a smaller learning rate may help)"
+                )
+            self._raws[checkpoint, name] = found
+        return found
 
     def _raw(self, checkpoint: Checkpoint, name: str) -> np.ndarray:
-        """A tensor's raw numbers, flat; models are kept while they fit into the cache, theta_0 longest."""
-        kept = self._raws.get(checkpoint, {})
-        if name in kept:
-            return kept[name]
-        raw = self._read(checkpoint, name)
-        if _nbytes(checkpoint) <= self._cache_bytes // 2:
-            self._raws.setdefault(checkpoint, kept)[name] = raw
-            self._raws.move_to_end(checkpoint)
-            if self.model in self._raws:
-                self._raws.move_to_end(self.model)
-            while len(self._raws) > 2 and sum(map(_nbytes, self._raws)) > self._cache_bytes:
-                self._raws.popitem(last=False)
-        return raw
+        """A tensor's raw numbers, flat and read-only."""
+        return self._looked(checkpoint, name).values
+
+    def _cannot_overflow(self, recipe: Recipe, name: str) -> bool:
+        """Whether theta_0 plus a scaled difference stays far from the largest number that its format holds."""
+        mask = recipe.effective_mask
+        if not recipe.is_bare or (mask is not None and mask.estimator != "diagonal"):  # a rotation can enlarge some
+            return False
+        term, form = recipe.terms[0], self.model.tensors[name].form
+        theta, trained, donor = (
+            self._looked(model, name).magnitude for model in (self.model, self.trained[term], self.donors[term])
+        )
+        return theta + abs(recipe.scale) * (trained + donor) < form.largest / 2
 
     def _delta(self, term: int, name: str) -> np.ndarray:
         """trained - donor of one tensor, wide and flat."""
@@ -410,10 +411,6 @@ def as_array(tensor: Tensor, form: Format) -> np.ndarray:
     """The same memory as a flat array in the format's storage."""
     flat = tensor.detach().view(-1)
     return flat.view(torch.int16).numpy().view(np.uint16) if form.code == "BF16" else flat.numpy()
-
-
-def _nbytes(checkpoint: Checkpoint) -> int:
-    return sum(stored.nbytes for stored in checkpoint.tensors.values())
 
 
 def _bytes(tensors: Mapping[str, np.ndarray]) -> int:

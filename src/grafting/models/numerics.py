@@ -26,6 +26,11 @@ class Format:
         """Bytes per element."""
         return self.storage.itemsize
 
+    @property
+    def largest(self) -> float:
+        """The largest finite number, rounded down to a power of two."""
+        return {"BF16": 2.0**127, "F16": 2.0**15, "F32": 2.0**127, "F64": 2.0**1023}[self.code]
+
 
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 FORMATS = {
@@ -40,19 +45,25 @@ FORMATS = {
 BY_NAME = {f.name: f for f in FORMATS.values()}
 
 
-def is_finite(raw: np.ndarray, form: Format) -> bool:
-    """Whether no element of a contiguous buffer is NaN or infinite; two integer maxima, no temporary.
+def largest_magnitude(raw: np.ndarray, form: Format) -> float:
+    """The largest magnitude in a contiguous buffer, infinity if one is NaN or infinite; two integer maxima, no
+    temporary.
 
-    As signed integers the positive non-finite numbers are the largest, as unsigned ones the negative.
+    As signed integers the largest positive numbers are the largest, as unsigned ones the negative.
     """
     if raw.size == 0:
-        return True
-    bits = 8 * form.itemsize
-    sign = 1 << (bits - 1)
-    return (
-        int(raw.view(f"i{form.itemsize}").max()) < form.infinity
-        and int(raw.view(f"u{form.itemsize}").max()) < sign + form.infinity
-    )
+        return 0.0
+    sign = 1 << (8 * form.itemsize - 1)
+    positive = max(int(raw.view(f"i{form.itemsize}").max()), 0)
+    negative = max(int(raw.view(f"u{form.itemsize}").max()) - sign, 0)
+    if (bits := max(positive, negative)) >= form.infinity:
+        return float("inf")
+    return float(widen(np.array([bits], f"u{form.itemsize}").view(form.storage), form, np.empty(1, form.wide))[0])
+
+
+def is_finite(raw: np.ndarray, form: Format) -> bool:
+    """Whether no element of a contiguous buffer is NaN or infinite."""
+    return largest_magnitude(raw, form) < float("inf")
 
 
 def has_negative_zero(raw: np.ndarray, form: Format) -> bool:

@@ -43,6 +43,7 @@ class Masking:
         self._sizes = dict(zip(self.ranked, sizes))
         self._begin = dict(zip(self.ranked, np.cumsum([0, *sizes[:-1]]).tolist()))
         self._cuts: dict[tuple[str | None, float], Cut] = {}
+        self._spare = np.empty(0)
 
     def prepare(self, fractions: Sequence[float]) -> None:
         """Find the thresholds of several fractions in one pass."""
@@ -103,13 +104,14 @@ class Masking:
         count = count if delta is None else len(delta)
         if self._mask.rank == "random":
             return uniforms(self._mask.seed, name, start, count)
-        raw = np.empty(count, self._file.tensors[name].form.storage)
-        self._file.read_into(name, start, raw)
+        raw = self._file.mapped(name)[start : start + count]
         if self._mask.rank == "fisher":
             return raw  # the order is the same, and the numbers are
-        scores = delta.astype(np.float64)
-        scores *= scores
-        scores *= raw
+        if len(self._spare) < count:
+            self._spare = np.empty(count)
+        scores = np.square(delta, dtype=np.float64)
+        np.copyto(self._spare[:count], raw)  # a product of two types would cost twice as much
+        scores *= self._spare[:count]
         return scores
 
     def _layers(self) -> list[str]:

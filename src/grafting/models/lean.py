@@ -212,7 +212,9 @@ def _layers(decoder, ids, positions, seen, rows, keep) -> torch.Tensor:
     seen: see `_seen`; None: causal, or for a single token everything. keep(layer, k, v) gives the keys and values
     that the queries look at.
     """
-    x = decoder.embed_tokens(ids)
+    table = decoder.embed_tokens
+    # a tied table's gradient begins with the head's, which is dense: what the few rows get is added to it in place
+    x = torch.nn.functional.embedding(ids, table.weight, table.padding_idx, sparse=decoder.config.tie_word_embeddings)
     cos, sin = _angles(decoder, x, positions)
     x = x.flatten(0, 1)
     last = len(decoder.layers) - 1
@@ -237,13 +239,13 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask=None, i
     """Attention of q [B, H, T, D] on k, v [B, H_kv, S, D] -> [B T, H D]."""
     batch, heads, length, size = q.shape
     group = heads // k.shape[1]
-    if length == 1 and group > 1:
-        # the queries of a group share their keys, so they are rows of one product
-        q = q.reshape(batch, k.shape[1], group, size)
-        mixed = scaled_dot_product_attention(q, k, v, attn_mask=attn_mask).reshape(batch, heads * size)
+    if group > 1 and not is_causal:
+        # the queries of a group share their keys, so they are rows of one product: no copies of the keys
+        q = q.reshape(batch, k.shape[1], group * length, size)
+        seen = attn_mask if attn_mask is None or length == 1 else attn_mask.repeat(1, 1, group, 1)
+        mixed = scaled_dot_product_attention(q, k, v, attn_mask=seen).reshape(batch, heads, length, size)
+        mixed = mixed.transpose(1, 2).reshape(batch * length, heads * size)
     else:
-        if attn_mask is not None and group > 1:
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         mixed = scaled_dot_product_attention(
             q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=k.shape[1] != heads
         )

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from grafting.errors import UserError
 from grafting.merging import operators
-from grafting.merging.arrays import Arrays, apply
+from grafting.merging.arrays import Arrays, Uniforms, apply
 from grafting.merging.engine import run
 from grafting.merging.mergefile import MergeFile
 from grafting.merging.mergekit import METHODS, from_mergekit
@@ -450,3 +450,31 @@ def test_coefficients_by_name_and_depth(tmp_path):
 def test_the_documents_table_is_the_registrys():
     page = Path(__file__).parents[2] / "docs" / "reference" / "merging.md"
     assert table() in page.read_text(encoding="utf-8")
+
+
+# ---- random marks ----
+
+
+@given(
+    sixteenths=st.integers(1, (1 << 16) - 1),
+    cut=st.lists(st.integers(0, 1000), min_size=2, max_size=2).map(sorted),
+)
+@settings(max_examples=60, deadline=None)
+def test_marks_depend_on_the_index_alone(sixteenths, cut):
+    whole = Uniforms(3, "donor", "tensor").marks(0, 1000, sixteenths)
+    begin, end = cut
+    again = Uniforms(3, "donor", "tensor")
+    again.marks(500, 70, sixteenths)  # whatever was drawn before
+    assert np.array_equal(again.marks(begin, end - begin, sixteenths), whole[begin:end])
+    assert set(whole.tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("sixteenths", [1, 3, 6554, 32768, 49152, 52429, 65535])
+def test_marks_have_their_probability_and_are_independent(sixteenths):
+    n, p = 1 << 21, sixteenths / (1 << 16)
+    found = Uniforms(5, "donor", "tensor").marks(0, n, sixteenths).astype(float)
+    error = np.sqrt(p * (1 - p) / n)
+    assert abs(found.mean() - p) < 5 * error
+    for lag in (1, 2, 63, 64, 128):  # of one draw, and of neighbouring ones
+        product = (found[lag:] - p) * (found[:-lag] - p)
+        assert abs(product.mean()) < 5 * p * (1 - p) / np.sqrt(n) + 1e-9

@@ -106,12 +106,23 @@ class Uniforms:
         drawn = self._generator.random(count + start % 2, dtype=np.float32)
         return drawn[start % 2 :]
 
-    def sixteenths(self, start: int, count: int) -> np.ndarray:
-        """uint16 [count], those of the indices from `start` on: four from one draw, a third of the time of `at`."""
-        draws = -(-(start % 4 + count) // 4)
-        self._seek(start // 4)
-        self._at = start // 4 + draws
-        return self._bits.random_raw(draws).astype("<u8", copy=False).view("<u2")[start % 4 : start % 4 + count]
+    def marks(self, start: int, count: int, sixteenths: int) -> np.ndarray:
+        """uint8 [count], 1 with probability sixteenths / 2^16 each, 0 < sixteenths < 2^16; from index `start` on.
+
+        One draw of 64 bits serves 64 entries once for every binary digit of the probability: from the last digit on,
+        OR with a fresh bit where the digit is 1, AND where it is 0. One half takes a bit an entry, no number 16.
+        """
+        digits = [bool(sixteenths >> i & 1) for i in range(16)]
+        digits = digits[digits.index(True) :]
+        first, groups = start // 64, -(-(start % 64 + count) // 64)
+        self._seek(first * len(digits))
+        self._at = (first + groups) * len(digits)
+        draws = self._bits.random_raw(groups * len(digits)).reshape(groups, len(digits))
+        found = draws[:, 0]
+        for digit, fresh in zip(digits[1:], draws.T[1:], strict=True):
+            found = found | fresh if digit else found & fresh
+        bits = np.unpackbits(found.astype("<u8").view(np.uint8), bitorder="little")
+        return bits[start % 64 : start % 64 + count]
 
     def _seek(self, draw: int) -> None:
         if draw != self._at:

@@ -15,6 +15,7 @@ from grafting.merging.mergefile import MergeFile
 from grafting.merging.mergekit import from_mergekit
 from grafting.merging.planning import Plan, plan
 from grafting.merging.publishing import publish
+from grafting.provenance.heap import keep_heap
 from grafting.provenance.progress import Progress, clock
 
 
@@ -50,6 +51,7 @@ def merge(options: argparse.Namespace) -> int:
             print(f"written: {path}")
         if options.out is None:
             return 0
+    keep_heap()
     bar = Bar(planned.nbytes, recipe.operator)
     publish(planned, options.out, threads, bar.advance, options.hashes)
     bar.close()

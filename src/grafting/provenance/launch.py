@@ -29,7 +29,8 @@ from grafting.errors import UserError
 from grafting.plan.jobs import Job
 from grafting.provenance import allocation, saving
 from grafting.provenance.files import write_json
-from grafting.provenance.runner import RunningJob, fault_of_the_disk, keep_heap, same_code, stage_function
+from grafting.provenance.heap import keep_heap
+from grafting.provenance.runner import RunningJob, fault_of_the_disk, same_code, stage_function
 from grafting.provenance.store import Store
 
 PRCTL, PR_SET_PDEATHSIG = getattr(ctypes.CDLL(None), "prctl", None), 1

@@ -8,7 +8,6 @@ the function a `RunningJob`. A job whose sentinel exists is done. A job that han
 from __future__ import annotations
 
 import argparse
-import ctypes
 import errno
 import importlib
 import json
@@ -30,6 +29,7 @@ from grafting.plan.code import code_digest
 from grafting.plan.jobs import Job, key_of
 from grafting.plan.planfile import read_job, read_manifest, read_settings
 from grafting.provenance import allocation, devices, facts, saving
+from grafting.provenance.heap import keep_heap
 from grafting.provenance.progress import Progress
 from grafting.provenance.store import Store
 from grafting.provenance.tracking import Tracker
@@ -183,22 +183,6 @@ class RunningJob:
         for name, seconds in account["phases"].items():
             self.phases[name] = self.phases.get(name, 0.0) + seconds
         self.earlier_cost = {key: account[key] for key in self.earlier_cost}
-
-
-def keep_heap() -> None:
-    """Stop glibc from giving memory back to the kernel between steps.
-
-    With its defaults every activation is mapped and unmapped again, which cost up to three quarters of the
-    time of a small model's training here. Blocks over 32 MiB (large models) are still mapped one by one.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        m_mmap_threshold, m_trim_threshold, m_top_pad = -3, -1, -2
-        libc.mallopt(m_mmap_threshold, 32 << 20)
-        libc.mallopt(m_trim_threshold, 1 << 30)
-        libc.mallopt(m_top_pad, 64 << 20)
 
 
 def stage_function(target: str):
